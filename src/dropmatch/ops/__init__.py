@@ -1,0 +1,1 @@
+"""Pure tensor functions without state. Imports torch only."""
