@@ -21,7 +21,9 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     B, N = parents.shape
     index = torch.arange(N, device=parents.device)
     if bool(((parents >= index) | ((parents < 0) != (index == 0))).any()):
-        raise ShapeError("A draft tree needs parent -1 at node 0 and, elsewhere, a parent of lower index than the node.")
+        raise ShapeError(
+            "A draft tree needs parent -1 at node 0 and, elsewhere, a parent of lower index than the node."
+        )
     ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
     rows = torch.arange(B, device=parents.device)
     for n in range(1, N):

@@ -1,0 +1,1 @@
+"""Training-free speculative decoding that keeps more drafted tokens."""

@@ -1,0 +1,96 @@
+"""Is the radius of Eq. 6 fit for this model? Choosing p_drop from the model's own radius, and a watch on saturation.
+
+The radius, max_i JS(path_i, centroid), grows with p_drop and shrinks with the hidden size. On a small model p_drop =
+0.3 drives it towards its ceiling ln 2, where Eq. 6 keeps almost anything. Knows hidden states, but no text or model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dropmatch.config import DropoutConfig
+from dropmatch.core.head import MCDropoutHead
+from dropmatch.core.interfaces import LMHead
+from dropmatch.core.verification import NodeEnsemble
+from dropmatch.errors import ConfigError
+from dropmatch.ops.divergence import LN2
+
+P_DROP_GRID = (0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0.005)
+TARGET_RADIUS = 0.03
+"""Nats. The paper's mean JS(centroid, heads) among tokens kept by Eq. 6 is 0.0313 (Table 3)."""
+
+_SATURATED = LN2 / 2
+_WATCHED = 32
+
+
+class SaturationWarning(UserWarning):
+    """The radius of Eq. 6 is so wide that it keeps almost anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PDropChoice:
+    """The chosen p_drop and the median radius (nats) measured at each p tried."""
+
+    p_drop: float
+    median_radius: dict[float, float]
+
+
+@torch.inference_mode()
+def choose_p_drop(head: LMHead, hidden: Tensor, config: DropoutConfig, *, seed: int = 0) -> PDropChoice:
+    """The largest p_drop of P_DROP_GRID whose median radius stays within TARGET_RADIUS on these hidden states.
+
+    hidden: [T, d], inputs of the LM head at positions of ordinary text. If even the smallest p exceeds it, that one.
+    """
+    if len(hidden) == 0:
+        raise ConfigError("p_drop='auto' needs at least one hidden state to measure the radius at.")
+    measured: dict[float, float] = {}
+    for p_drop in P_DROP_GRID:
+        measured[p_drop] = float(radius_at(head, hidden, config, p_drop, seed=seed).median())
+        if measured[p_drop] <= TARGET_RADIUS:
+            break
+    return PDropChoice(p_drop, measured)
+
+
+@torch.inference_mode()
+def radius_at(head: LMHead, hidden: Tensor, config: DropoutConfig, p_drop: float, *, seed: int = 0) -> Tensor:
+    """The radius max_i JS(path_i, centroid) in nats at each hidden state. hidden: [T, d]. Returns [T]."""
+    settings = DropoutConfig(
+        num_paths=config.num_paths, p_drop=p_drop, mask_sharing=config.mask_sharing, noise=config.noise
+    )
+    T = len(hidden)
+    position = torch.arange(T, device=hidden.device)
+    keys = torch.stack([torch.full_like(position, seed), torch.zeros_like(position), position], dim=-1)
+    heads = MCDropoutHead(head, settings)(hidden, keys, pick=lambda logits, index: logits.argmax(-1), with_js=True)
+    assert heads.radius is not None
+    return heads.radius
+
+
+class RadiusWatch:
+    """Warns once when the radius, where it was asked for, is mostly near its ceiling ln 2."""
+
+    def __init__(self, p_drop: float) -> None:
+        self._p_drop = p_drop
+        self._recent: deque[float] = deque(maxlen=_WATCHED)
+        self._has_warned = False
+
+    def see(self, ensemble: NodeEnsemble | None) -> None:
+        if ensemble is None or self._has_warned:
+            return
+        radius = ensemble.radius[ensemble.asked & ~ensemble.radius.isnan()]
+        self._recent.extend(radius.tolist())
+        if len(self._recent) == _WATCHED and statistics.median(self._recent) > _SATURATED:
+            self._has_warned = True
+            warnings.warn(
+                f"The dropout radius saturates: its median over the last {_WATCHED} positions is "
+                f"{statistics.median(self._recent):.2f} nats of at most {LN2:.2f}, so Eq. 6 keeps almost any token. "
+                f"p_drop={self._p_drop} is too large for this model: use p_drop='auto', a smaller p_drop, or a guard "
+                "on the token's target probability.",
+                SaturationWarning,
+                stacklevel=4,
+            )

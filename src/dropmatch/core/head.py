@@ -1,0 +1,167 @@
+"""The multi-sample LM head: Monte Carlo dropout on the head's input, K paths that share one weight.
+
+Only the head's input is dropped; the body of the model and its KV cache are untouched. K x V logits never leave this
+module. Knows hidden states and keys, but no tree, cache or tokenizer.
+Source: DropMatch (arXiv 2603.03333), Eq. 1-3, 5-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dropmatch.config import DropoutConfig
+from dropmatch.core.interfaces import LMHead
+from dropmatch.errors import ConfigError
+from dropmatch.ops.divergence import js_from_log_probs, js_point_mass, log_probs
+from dropmatch.ops.random import dropout_masks
+
+Tie = Literal["centroid", "path"]
+
+_LOGIT_BYTES_CAP = 256 * 2**20  # most bytes of float32 path logits held at once; more rows are done in blocks
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEnsemble:
+    """What the K dropout heads say at M positions.
+
+    tokens: [M, K] each path's token. majority: [M] most frequent token; votes: [M] its count.
+    radius: [M] max_i JS(path_i, centroid) in nats (Eq. 6), or None where no divergence was asked for.
+    js_heads: [M, K] in nats, js_draft: [M] JS(draft, centroid) in nats, or None likewise.
+    centroid_logits: [M, V] float32, the mean of the paths' logits (Eq. 5), or None unless kept.
+    """
+
+    tokens: Tensor
+    majority: Tensor
+    votes: Tensor
+    js_heads: Tensor | None
+    js_draft: Tensor | None
+    centroid_logits: Tensor | None
+
+    @property
+    def radius(self) -> Tensor | None:
+        return None if self.js_heads is None else self.js_heads.amax(-1)
+
+
+def majority_vote(tokens: Tensor, centroid_at_tokens: Tensor, tie: Tie = "centroid") -> tuple[Tensor, Tensor]:
+    """The plurality winner among K votes and its count (Eq. 7).
+
+    tokens: [M, K]; centroid_at_tokens: [M, K] centroid logit of each path's token. A tie goes to the larger centroid
+    logit and then to the lower id, or with tie="path" to the token that the lowest path index names first.
+    Returns winner [M], votes [M].
+    """
+    counts = (tokens[:, :, None] == tokens[:, None, :]).sum(-1)  # [M, K]
+    votes = counts.amax(-1)
+    tied = counts == votes[:, None]
+    if tie == "path":
+        first = tied.int().argmax(-1, keepdim=True)
+        return tokens.gather(-1, first)[:, 0], votes
+    weight = centroid_at_tokens.masked_fill(~tied, float("-inf"))
+    best = tied & (weight == weight.amax(-1, keepdim=True))
+    return tokens.masked_fill(~best, torch.iinfo(torch.int64).max).amin(-1), votes
+
+
+class MCDropoutHead:
+    """K dropout paths through one LM head.
+
+    Masks are keyed by (seed, stream, position, path), so that a row's result depends neither on its batch mates nor
+    on the draft length nor on the number of devices.
+    """
+
+    def __init__(self, head: LMHead, config: DropoutConfig, *, tie: Tie = "centroid") -> None:
+        if config.p_drop == "auto":
+            raise ConfigError("p_drop='auto' must be settled before the head is built. Call `choose_p_drop` first.")
+        self.head = head
+        self.config = config
+        self.tie: Tie = tie
+        self.p_drop = float(config.p_drop)
+        self.rows_asked = 0
+
+    def path_logits(self, hidden: Tensor, masks: Tensor) -> Tensor:
+        """Logits of each path (Eq. 2-3). hidden: [M, d]; masks: [M, K, d] True = kept. Returns [M, K, V]."""
+        scale = 1.0 / (1.0 - self.p_drop)
+        return self.head(hidden[:, None, :] * (masks * scale).to(hidden.dtype))
+
+    def keyed_logits(self, hidden: Tensor, keys: Tensor) -> Tensor:
+        """Logits of each path under the keyed masks. hidden: [M, d]; keys: [M, 3]. Returns [M, K, V]."""
+        return self.path_logits(hidden, dropout_masks(keys, self.config.num_paths, hidden.shape[-1], self.p_drop))
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        keys: Tensor,
+        *,
+        pick: Callable[[Tensor, Tensor], Tensor],
+        process: Callable[[Tensor, Tensor], Tensor] | None = None,
+        with_js: bool = False,
+        draft_log_probs: Callable[[Tensor], Tensor] | None = None,
+        keep_centroid: bool = False,
+        masks: Tensor | None = None,
+    ) -> HeadEnsemble:
+        """Ask all paths at M positions.
+
+        hidden: [M, d]; keys: [M, 3] of (seed, stream, position). pick(logits [m, K, V], index [m]) -> tokens [m, K];
+        process changes path logits [m, K, V] as the plain ones were (penalties, masks); draft_log_probs(index [m])
+        -> [m, V] gives the drafter's distribution. index says which of the M positions a block holds.
+        masks: [M, K, d] instead of the keyed ones.
+        """
+        M, d = hidden.shape
+        K = self.config.num_paths
+        self.rows_asked += M
+        if masks is None:
+            masks = dropout_masks(keys, K, d, self.p_drop)
+        block = max(1, _LOGIT_BYTES_CAP // (4 * K * self.head.vocab_size))
+        parts: list[HeadEnsemble] = []
+        for start in range(0, M, block):
+            index = torch.arange(start, min(start + block, M), device=hidden.device)
+            logits = self.path_logits(hidden[index], masks[index])  # [m, K, V]
+            if process is not None:
+                logits = process(logits, index)
+            tokens = pick(logits, index)
+            logits = logits.float()
+            centroid = logits.mean(1)  # [m, V]
+            majority, votes = majority_vote(tokens, centroid.gather(-1, tokens), self.tie)
+            js_heads, js_draft = None, None
+            if with_js:
+                draft = None if draft_log_probs is None else draft_log_probs(index)
+                js_heads, js_draft = self._divergences(logits, centroid, draft)
+            parts.append(HeadEnsemble(tokens, majority, votes, js_heads, js_draft, centroid if keep_centroid else None))
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+    def _divergences(self, logits: Tensor, centroid: Tensor, draft: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Row by row on a CPU, where one path's logits then stay in cache; at once elsewhere."""
+        if self.p_drop == 0.0:  # all paths are the plain head; rounding must not make a radius of them
+            js_heads = torch.zeros(logits.shape[:2], device=logits.device)
+        else:
+            js_heads = torch.empty(logits.shape[:2], device=logits.device)
+        js_draft = None if draft is None else torch.empty(len(logits), device=logits.device)
+        step = 1 if logits.device.type == "cpu" else len(logits)
+        for m in range(0, len(logits), step):
+            rows = slice(m, m + step)
+            log_c = log_probs(centroid[rows])
+            c = log_c.exp()
+            if self.p_drop > 0.0:
+                for k in range(logits.shape[1]):
+                    js_heads[rows, k] = js_from_log_probs(log_probs(logits[rows, k]), log_c, c)
+            if js_draft is not None and draft is not None:
+                js_draft[rows] = js_from_log_probs(draft[rows], log_c, c)
+        return js_heads, js_draft
+
+
+def _concatenate(parts: list[HeadEnsemble]) -> HeadEnsemble:
+    def joined(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    tokens, majority, votes = (torch.cat([getattr(part, n) for part in parts]) for n in ("tokens", "majority", "votes"))
+    return HeadEnsemble(tokens, majority, votes, joined("js_heads"), joined("js_draft"), joined("centroid_logits"))
+
+
+def point_mass_divergence(centroid_logits: Tensor, tokens: Tensor) -> Tensor:
+    """JS between the point mass on tokens [M] and the centroid [M, V], in nats."""
+    normalizer = torch.logsumexp(centroid_logits, dim=-1)
+    return js_point_mass(centroid_logits.gather(-1, tokens[:, None])[:, 0] - normalizer)

@@ -1,0 +1,98 @@
+"""From decisions about single tokens to the path that stays. Knows trees and reasons, but no rule's inner workings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dropmatch.core.acceptance import AcceptanceRule
+from dropmatch.core.interfaces import Verdict
+from dropmatch.core.reasons import Reason
+from dropmatch.core.verification import Verification
+from dropmatch.ops.tree import alive_nodes, path_to
+
+
+def judge(v: Verification, rules: Sequence[AcceptanceRule]) -> Tensor:
+    """Reason codes [B, N] int8 of all drafted tokens, each row by its own rule. rules: one per row."""
+    ask = v.tree.valid.clone()
+    ask[:, 0] = False
+    distinct = list(dict.fromkeys(rules))
+    if len(distinct) == 1:
+        return distinct[0].judge(v, ask)
+    codes = torch.zeros_like(ask, dtype=torch.int8)
+    for rule in distinct:
+        mine = torch.tensor([r == rule for r in rules], device=ask.device)[:, None]
+        codes += rule.judge(v, ask & mine)
+    return codes
+
+
+def decide(v: Verification, codes: Tensor, rules: Sequence[AcceptanceRule], correction: str = "plain") -> Verdict:
+    """The longest kept path of each row and the token that follows it.
+
+    codes: [B, N] from `judge`. Ties between paths of equal length go, from the root down, to the target's own token,
+    then to more head votes, then to the larger target probability, then to the lower node index.
+    """
+    alive = alive_nodes(codes > 0, v.tree.ancestors) & v.tree.valid
+    node = alive.sum(-1) - 1 if v.tree.is_chain else _deepest(v, alive)
+    path = path_to(node, v.tree.ancestors)
+    row = torch.arange(len(node), device=node.device)
+    return Verdict(
+        path=path,
+        num_accepted=v.tree.depth[row, node],
+        next_token=_next_token(v, node, rules, correction),
+        reason=codes,
+    )
+
+
+def _next_token(v: Verification, node: Tensor, rules: Sequence[AcceptanceRule], correction: str) -> Tensor:
+    distinct = list(dict.fromkeys(rules))
+    token = distinct[0].next_token(v, node)
+    for rule in distinct[1:]:
+        mine = torch.tensor([r == rule for r in rules], device=node.device)
+        token = torch.where(mine, rule.next_token(v, node), token)
+    if correction == "plain":
+        return token
+    # only lossy rules may correct with anything but the plain target
+    is_lossy = torch.tensor([bool(rule.needs) for rule in rules], device=node.device)
+    if not bool(is_lossy.any()):
+        return token
+    is_mode = correction == "mode"
+    other = v.majority_at(node) if is_mode else v.choose_at(v.correction_logits(node, correction), node)
+    has_child = (v.tree.valid & (v.tree.parents == node[:, None])).any(-1)  # a rejection, not a fully kept draft
+    return torch.where(is_lossy & has_child, other, token)
+
+
+def _deepest(v: Verification, alive: Tensor) -> Tensor:
+    """The alive node of greatest depth, ties as `decide` says. alive: [B, N]. Returns [B]."""
+    B = len(alive)
+    depth = v.tree.depth
+    reach = torch.where(v.tree.ancestors, torch.where(alive, depth, -1)[:, :, None], -1).amax(1)  # [B, N] per subtree
+    prob, _ = v.target_probs(alive & (depth > 0))
+    votes = v.seen.votes if v.seen is not None else torch.zeros_like(depth)
+    row = torch.arange(B, device=alive.device)
+    node = torch.zeros(B, dtype=torch.int64, device=alive.device)
+    goal = reach[row, node]
+    for _ in range(int(goal.max())):
+        candidate = alive & (v.tree.parents == node[:, None]) & (reach == goal[:, None])
+        for key in (v.is_exact.float(), votes.float(), prob):
+            score = key.masked_fill(~candidate, -1.0)
+            candidate &= score == score.amax(-1, keepdim=True)
+        node = torch.where(candidate.any(-1), candidate.int().argmax(-1), node)
+    return node
+
+
+def emitted_reasons(verdict: Verdict, has_child: Tensor) -> Tensor:
+    """Reason codes [B, P] of the tokens that a round emits: the kept path below the root, then the next token.
+
+    has_child: [B] bool; True where the deepest kept node had a drafted child, so that the next token recovers from a
+    rejection rather than being a bonus. Entries behind num_accepted are padding.
+    """
+    B, P = verdict.path.shape
+    row = torch.arange(B, device=has_child.device)
+    codes = torch.zeros(B, P, dtype=torch.int8, device=has_child.device)
+    codes[:, : P - 1] = verdict.reason.gather(-1, verdict.path[:, 1:])
+    last = torch.where(has_child, int(Reason.RECOVERED), int(Reason.BONUS)).to(torch.int8)
+    codes[row, verdict.num_accepted] = last
+    return codes

@@ -1,0 +1,107 @@
+"""A smaller model drafts a chain, token by token, with its own KV cache.
+
+The draft model lags the target by what the last round kept: those tokens go in first, together with the root.
+Proposals are the processed argmax of greedy rows and a draw of sampled ones; what they were drawn from is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dropmatch.core.interfaces import CachedModel, DraftTree, ModelOutput, Verdict
+from dropmatch.core.sequence import Row
+from dropmatch.core.verification import RowSampling
+from dropmatch.ops.random import Purpose
+
+
+class DraftModelDrafter:
+    """Chains from a draft model. vocab_size: the target's; ids that only one of the two knows are never drafted."""
+
+    name = "draft-model"
+
+    def __init__(self, model: CachedModel, vocab_size: int) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self._num_shared = min(model.vocab_size, vocab_size)
+        self._lengths: list[int] = []  # tokens of each row that the draft cache may keep after the verdict
+
+    def add_rows(self, rows: Sequence[Row], output: ModelOutput) -> None:
+        self.model.add_rows([self._known(row.ids[:-1]) for row in rows])
+
+    def propose(self, rows: Sequence[Row], max_new: Sequence[int]) -> DraftTree:
+        device = self.model.device
+        num_steps = max(max_new)
+        sampling = RowSampling(rows, device)
+        B = len(rows)
+        row = torch.arange(B, device=device)
+        roots = torch.tensor([len(r.ids) - 1 for r in rows], device=device)
+        pending = [self._known(r.ids[cached:]) for r, cached in zip(rows, self.model.lengths, strict=True)]
+        logits = self._feed(pending)  # [B, Vd]
+        tokens = [torch.tensor([r.ids[-1] for r in rows], device=device)]
+        recorded: list[Tensor] = []
+        drafts: list[list[int]] = [[] for _ in rows]
+        for step in range(num_steps):
+            logits = sampling.process(self._to_target_vocabulary(logits), range(B), drafts)
+            recorded.append(logits)
+            tokens.append(self._choose(sampling, logits, rows, row, roots + step + 1))
+            if sampling.any_processed:
+                drafts = [[*draft, token] for draft, token in zip(drafts, tokens[-1].tolist(), strict=True)]
+            if step + 1 < num_steps:
+                logits = self.model.head(self.model.forward(tokens[-1][:, None]).hidden[:, -1])
+                self.model.commit([1] * B)
+        recorded.append(torch.zeros_like(recorded[0]))  # nothing is drafted behind the last node
+        return DraftTree.chain(
+            torch.stack(tokens, dim=1),
+            torch.tensor(max_new, device=device) + 1,
+            torch.stack(recorded, dim=1),
+            sampling.is_sampled,
+        )
+
+    def commit(self, verdict: Verdict, output: ModelOutput) -> None:
+        # the last drafted token was never run, so a fully kept draft leaves the cache one token short
+        kept = (verdict.num_accepted + 1).tolist()
+        self.model.truncate(
+            [min(cached, root + n) for cached, root, n in zip(self.model.lengths, self._lengths, kept, strict=True)]
+        )
+
+    def filter(self, keep: Sequence[int]) -> None:
+        self.model.filter(keep)
+        self._lengths = [self._lengths[b] for b in keep] if self._lengths else []
+
+    def _feed(self, pending: list[list[int]]) -> Tensor:
+        """Run and cache tokens that the draft model has not seen. Returns logits behind the last of each row."""
+        counts = [len(ids) for ids in pending]
+        width = max(counts)
+        device = self.model.device
+        padded = torch.tensor([ids + [ids[-1]] * (width - len(ids)) for ids in pending], device=device)
+        hidden = self.model.forward(padded).hidden
+        self.model.commit(counts)
+        self._lengths = [cached - 1 for cached in self.model.lengths]  # the root is the last of the pending tokens
+        last = torch.tensor(counts, device=device) - 1
+        return self.model.head(hidden[torch.arange(len(pending), device=device), last])
+
+    def _choose(
+        self, sampling: RowSampling, logits: Tensor, rows: Sequence[Row], row: Tensor, position: Tensor
+    ) -> Tensor:
+        coupled = [r.rule.couples_draft for r in rows]
+        if all(coupled) or not sampling.any_sampled:
+            return sampling.choose(logits, row, position, Purpose.GUMBEL)
+        independent = sampling.choose(logits, row, position, Purpose.DRAFT)
+        if not any(coupled):
+            return independent
+        shared = sampling.choose(logits, row, position, Purpose.GUMBEL)
+        return torch.where(torch.tensor(coupled, device=logits.device), shared, independent)
+
+    def _to_target_vocabulary(self, logits: Tensor) -> Tensor:
+        """Cut or pad with -inf to the target's size. logits: [B, Vd]. Returns [B, V]."""
+        if logits.shape[-1] == self.vocab_size:
+            return logits
+        padding = (0, self.vocab_size - self._num_shared)
+        return torch.nn.functional.pad(logits[:, : self._num_shared], padding, value=float("-inf"))
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """Ids past the draft model's vocabulary, which only a padded target can produce, stand for id 0."""
+        return [token if token < self.model.vocab_size else 0 for token in ids]
