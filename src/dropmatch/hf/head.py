@@ -5,6 +5,7 @@ The model's own output-embedding module is called, so tied, quantised and offloa
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class HFHead:
     """hidden [..., d] -> logits [..., V], equal to what the model itself computes from the same hidden states.
 
     logits = softcap * tanh(scale * (weight @ hidden + bias) / softcap), without the tanh where softcap is None.
-    weight: [V, d], or None where the module is not a plain linear layer (quantised, offloaded); bias: [V] or None.
+    weight: [V, d] (the model's own memory), or None where the module is not a plain linear layer (quantised, offloaded); bias: [V] or None.
     is_linear: no soft-cap, so the logits of a mean of hidden states are the mean of their logits.
     """
 
@@ -37,9 +38,10 @@ class HFHead:
         self.scale = _scale(config)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.is_linear = self.softcap is None
+        # Detached: hidden states are inference tensors, which a graph may not save.
         is_plain = _is_plain_linear(module)
-        self.weight: Tensor | None = module.weight if is_plain else None
-        self.bias: Tensor | None = module.bias if is_plain else None
+        self.weight: Tensor | None = module.weight.detach() if is_plain else None
+        self.bias: Tensor | None = module.bias.detach() if is_plain and module.bias is not None else None
         self.vocab_size = int(getattr(module, "out_features", config.vocab_size))
         self._device = _device(module)
 
@@ -48,8 +50,9 @@ class HFHead:
         """Where the weights lie; None when they are offloaded and the module finds its own device."""
         return self._device
 
+    @torch.no_grad()
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits. hidden: [..., d], moved to the head's device where needed. Returns [..., V] in the module's dtype."""
+        """Logits, never with a graph. hidden: [..., d], moved to the head's device where needed. Returns [..., V]."""
         logits: Tensor = self._module(hidden if self._device is None else hidden.to(self._device))
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -79,7 +82,5 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def _device(module: nn.Module) -> torch.device | None:
-    tensor = next(iter(module.parameters()), None)
-    if tensor is None:
-        tensor = next(iter(module.buffers()), None)
+    tensor = next(chain(module.parameters(), module.buffers()), None)
     return None if tensor is None or tensor.is_meta else tensor.device

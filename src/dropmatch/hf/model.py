@@ -44,9 +44,8 @@ class HFModel:
         self.dtype: torch.dtype = model.dtype
         embeddings = model.get_input_embeddings()
         self.num_embeddings = int(embeddings.num_embeddings)
-        weight = embeddings.weight
-        self._input_device: torch.device = model.device if weight.is_meta else weight.device
-        self.device: torch.device = head.device or self._input_device
+        self.input_device = _execution_device(embeddings)
+        self.device: torch.device = head.device or self.input_device
         self._tapped = _tapped_layers(self.anatomy.layers, tap_layers)
         self._cache = RaggedCache(len(self.anatomy.layers))
         self.lengths: list[int] = self._cache.lengths
@@ -68,7 +67,7 @@ class HFModel:
         if longest:
             # Right padding needs no mask: under a causal mask no token sees the padding behind it.
             padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
-            tokens = torch.tensor(padded, device=self._input_device)
+            tokens = torch.tensor(padded, device=self.input_device)
             output = self._run(fresh, tokens, None)
         else:
             output = self._empty(len(prompts), 0)
@@ -90,7 +89,7 @@ class HFModel:
             return self._empty(*tokens.shape)
         if self.max_positions is not None and max(self.lengths) >= self.max_positions:
             raise ShapeError(_too_long(max(self.lengths) + 1, self.max_positions))
-        return self._run(self._cache, tokens.to(self._input_device), ancestors)
+        return self._run(self._cache, tokens.to(self.input_device), ancestors)
 
     @torch.inference_mode()
     def commit(self, num_kept: Sequence[int], path: Tensor | None = None) -> None:
@@ -129,7 +128,7 @@ class HFModel:
     ) -> tuple[Tensor, Tensor | dict[str, Tensor] | None]:
         """Positions [B, N] and the attention mask: None where the model's own causal one is right, a dict by layer type
         where layers differ, else one mask for all layers."""
-        device = self._input_device
+        device = self.input_device
         if ancestors is not None:
             ancestors = ancestors.to(device)
         depth = None if ancestors is None else ancestors.sum(-1) - 1
@@ -149,7 +148,7 @@ class HFModel:
         return positions, {kind: masks[window] for kind, window in windows.items()}
 
     def _mask(self, lengths: Sequence[int], ancestors: Tensor | None, num_new: int, window: int | None) -> Tensor:
-        visible = visible_keys(lengths, ancestors, num_new, window, self._input_device)
+        visible = visible_keys(lengths, ancestors, num_new, window, self.input_device)
         # Eager attention adds the mask, sdpa selects by it; eager would add a boolean without a word.
         return additive(visible, self.dtype) if self.anatomy.is_eager else visible
 
@@ -169,6 +168,15 @@ class HFModel:
                     f"Token ids {min(prompt)} to {max(prompt)} were given; "
                     f"the model has 0 to {self.num_embeddings - 1}."
                 )
+
+
+def _execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes. Offloaded weights are meta tensors; accelerate's hook then knows the device."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hook: Any = module._hf_hook
+    return torch.device(hook.execution_device)
 
 
 def _too_long(length: int, max_positions: int) -> str:

@@ -65,7 +65,7 @@ def _plain_logits(model: HFModel, prompts: list[list[int]], tree: Tensor) -> Ten
     sequences = [prompts[path[0]] + tree[path[0], list(path[1:])].tolist() for path in _PATHS]
     longest = max(len(sequence) for sequence in sequences)
     padded = [sequence + sequence[-1:] * (longest - len(sequence)) for sequence in sequences]
-    tokens = torch.tensor(padded, device=model.anatomy.body.device)
+    tokens = torch.tensor(padded, device=model.input_device)
     logits: Tensor = model.model(input_ids=tokens, use_cache=False).logits
     return logits.to(model.device)
 
@@ -82,8 +82,8 @@ def _compare(model: HFModel, part: str, ours: Tensor, expected: Tensor) -> None:
     if not worst <= allowed:  # NaN fails too
         raise UnsupportedModelError(
             f"{type(model.model).__name__} does not give its own logits over {part}: they differ by {worst:.3g} of "
-            f"their spread, {allowed:.3g} is allowed for {model.dtype}. It does something in its attention or LM head that "
-            "dropmatch does not know. Use another model or attn_implementation, or probe=False at your own risk."
+            f"their spread, {allowed:.3g} is allowed for {model.dtype}. It does something in its attention or LM head "
+            "that dropmatch does not know. Use another model or attn_implementation, or probe=False at your own risk."
         )
 
 
@@ -141,7 +141,7 @@ def _layer_masks(model: HFModel, past: int) -> list[Tensor]:
 
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in anatomy.layers]
     try:
-        device = anatomy.body.device
+        device = model.input_device
         anatomy.body(
             input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
             position_ids=torch.tensor([[0, 1]], device=device),  # masks go by column; positions may be few

@@ -81,9 +81,9 @@ def _layer_types(config: Any) -> tuple[str, ...]:
     """One name per layer, read as transformers' own cache reads it."""
     named = getattr(config, "layer_types", None)
     if named is not None:
-        return tuple(named[: config.num_hidden_layers])
+        return tuple(str(kind) for kind in named[: config.num_hidden_layers])
     is_sliding = getattr(config, "sliding_window", None) is not None
-    return ("sliding_attention" if is_sliding else "full_attention",) * config.num_hidden_layers
+    return ("sliding_attention" if is_sliding else "full_attention",) * int(config.num_hidden_layers)
 
 
 def _refuse_layers(name: str, model: Any, config: Any, layer_types: Sequence[str]) -> None:
