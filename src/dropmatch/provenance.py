@@ -1,0 +1,95 @@
+"""Where results and weights come from: the cache folder, and the facts written beside every result.
+
+A leaf: imports only the standard library and platformdirs, torch and transformers lazily.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+CACHE_VARIABLE = "DROPMATCH_CACHE"
+
+
+def cache_dir() -> Path:
+    """The folder for downloaded and converted weights: $DROPMATCH_CACHE, or the user's cache folder. Not created."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("dropmatch"))
+
+
+def collect(argv: Sequence[str] | None = None, *, device: str | None = None) -> dict[str, object]:
+    """Facts that a reader needs to repeat a result, ready for json.dumps.
+
+    argv: the command line, sys.argv by default. device: where the model ran; the first CUDA device or the CPU if None.
+    """
+    import torch
+
+    commit, is_dirty = _git_state()
+    return {
+        "command": shlex.join(sys.argv if argv is None else argv),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "is_dirty": is_dirty,
+        "dropmatch": _version("dropmatch"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "device": _device_name(device),
+        "num_threads": torch.get_num_threads(),
+        "cpu": _cpu_model(),
+        "platform": platform.platform(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit and dirty flag of the checkout this file lies in; (None, None) for an installed package."""
+    folder = Path(__file__).resolve().parent
+    # An installed copy may lie in a virtual environment inside some other project's checkout: ask for this very file.
+    if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None, None
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return _git(folder, "rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command, or None where git or the checkout is missing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _device_name(device: str | None) -> str:
+    import torch
+
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
+
+
+def _cpu_model() -> str:
+    """The processor's name as Linux tells it, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
