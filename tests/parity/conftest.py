@@ -10,7 +10,7 @@ import torch
 import transformers
 
 VOCABULARY = 97
-WINDOW = 6  # far below the length of the rows that the tests build
+WINDOW = 3  # below the depth of the trees and the length of the rows that the tests build
 
 _SHAPE = {
     "vocab_size": VOCABULARY,

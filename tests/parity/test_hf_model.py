@@ -140,7 +140,7 @@ def dtype_and_tolerance(name: str, attention: str) -> tuple[torch.dtype, float]:
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_every_node_equals_recomputation_of_its_path(tiny: Builder, name: str, attention: str) -> None:
-    """Four ragged rows, other trees and kept paths per row; rows leave, join and start empty; windows of 6."""
+    """Four ragged rows, other trees and kept paths per row; rows leave, join and start empty; windows of 3."""
     dtype, tolerance = dtype_and_tolerance(name, attention)
     run = session(tiny(name, dtype, attention), tolerance)
     run.join([5, 1, 9, 3])
@@ -288,7 +288,7 @@ def test_a_multimodal_wrapper_runs_its_text_model() -> None:
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
         "initializer_range": 0.3,
-        "sliding_window": 6,
+        "sliding_window": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }
     vision = {

@@ -185,8 +185,8 @@ def test_commit_refuses_a_path_that_is_too_short() -> None:
         cache.commit([3], torch.tensor([[0, 1]]))
 
 
-TREE = torch.tensor(  # node 0 -> 1, 2; node 1 -> 3
-    [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]], dtype=torch.bool
+TREE = torch.tensor(  # node 0 -> 1, 2; node 2 -> 3, so that node 2's column is not its position
+    [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool
 )
 
 

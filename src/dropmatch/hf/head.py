@@ -21,7 +21,8 @@ class HFHead:
     """hidden [..., d] -> logits [..., V], equal to what the model itself computes from the same hidden states.
 
     logits = softcap * tanh(scale * (weight @ hidden + bias) / softcap), without the tanh where softcap is None.
-    weight: [V, d] (the model's own memory), or None where the module is not a plain linear layer (quantised, offloaded); bias: [V] or None.
+    weight: [V, d], the model's own memory, or None where the module is not a plain linear layer (quantised, offloaded);
+    bias: [V] or None.
     is_linear: no soft-cap, so the logits of a mean of hidden states are the mean of their logits.
     """
 
