@@ -1,0 +1,92 @@
+"""top-k, top-p, min-p and the repetition penalty against plain Python, one setting per row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dropmatch.core.reference import softmax
+from dropmatch.ops.sampling import penalize_repetition, restrict
+
+EDGE = 1e-5  # cases whose cumulative mass is this near to top_p are decided by rounding and left out
+
+
+def _allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int] | None:
+    """Tokens that stay, read off the definitions; None if rounding decides."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])
+    allowed = order[:top_k] if top_k > 0 else order
+    if top_p < 1.0:
+        probs = softmax([logits[v] for v in allowed])
+        kept, mass = [], 0.0
+        for v, p in zip(allowed, probs, strict=True):
+            if kept and abs(mass - top_p) < EDGE:
+                return None
+            if kept and mass >= top_p:
+                break
+            kept.append(v)
+            mass += p
+        allowed = kept
+    if min_p > 0.0:
+        probs = softmax([logits[v] for v in allowed])
+        if any(abs(p - min_p * max(probs)) < EDGE for p in probs):
+            return None
+        allowed = [v for v, p in zip(allowed, probs, strict=True) if p >= min_p * max(probs)]
+    return set(allowed)
+
+
+_setting = st.tuples(
+    st.integers(0, 12), st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]), st.sampled_from([0.0, 0.05, 0.3, 1.0])
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.lists(_setting, min_size=1, max_size=6), st.integers(0, 10_000))
+def test_restrict_keeps_what_the_definitions_say_in_each_row(rows: list[tuple[int, float, float]], seed: int) -> None:
+    logits = torch.randn(len(rows), 10, generator=torch.Generator().manual_seed(seed)) * 2
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    got = restrict(logits, top_k, top_p, min_p)
+    for m, row in enumerate(rows):
+        expected = _allowed(logits[m].tolist(), *row)
+        if expected is None:
+            continue
+        kept = got[m].isfinite()
+        assert set(kept.nonzero()[:, 0].tolist()) == expected
+        assert torch.equal(got[m][kept], logits[m][kept])
+
+
+def test_restrict_always_leaves_the_best_token() -> None:
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    got = restrict(logits, torch.full((50,), 1), torch.full((50,), 0.0), torch.full((50,), 1.0))
+    assert torch.equal(got.isfinite().sum(-1), torch.ones(50, dtype=torch.int64))
+    assert torch.equal(got.argmax(-1), logits.argmax(-1))
+
+
+def test_restrict_with_everything_off_changes_nothing() -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    off = restrict(logits, torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.zeros(3))
+    assert torch.equal(off, logits)
+    assert torch.equal(restrict(logits, torch.full((3,), 99), torch.ones(3), torch.zeros(3)), logits)
+
+
+def test_restrict_does_not_write_into_its_input() -> None:
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
+    before = logits.clone()
+    restrict(logits, torch.tensor([2, 0]), torch.tensor([1.0, 0.5]), torch.tensor([0.0, 0.2]))
+    assert torch.equal(logits, before)
+
+
+def test_repetition_penalty_pushes_seen_tokens_down_once() -> None:
+    logits = torch.tensor([[2.0, -2.0, 3.0, 0.0]])
+    got = penalize_repetition(logits, torch.tensor([0, 1, 1, 0, 3]), 2.0)
+    assert got.tolist() == [[1.0, -4.0, 3.0, 0.0]]
+    assert logits[0, 0] == 2.0
+
+
+def test_repetition_penalty_below_one_favours_seen_tokens() -> None:
+    got = penalize_repetition(torch.tensor([[1.0, -1.0]]), torch.tensor([0, 1]), 0.5)
+    assert got[0].tolist() == pytest.approx([2.0, -0.5])
+    assert not math.isnan(float(got.sum()))
