@@ -148,6 +148,11 @@ class SpeculativeEngine:
         self._filter(keep)
         return True
 
+    def cancel_all(self) -> None:
+        """Drop all requests, waiting or in flight."""
+        self._waiting.clear()
+        self._filter([])
+
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One round for every row in flight. Returns a chunk per row; rows that end leave the batch."""

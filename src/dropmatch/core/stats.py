@@ -120,6 +120,11 @@ class TimeSplit:
     target_forwards: int = 0
     head_rows: int = 0
 
+    def add(self, other: TimeSplit) -> None:
+        """Add up two splits."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     @property
     def decode(self) -> float:
         """Seconds of decoding, prefill left out."""
@@ -150,6 +155,11 @@ class EngineStats:
 
     requests: RequestStats = field(default_factory=RequestStats)
     time: TimeSplit = field(default_factory=TimeSplit)
+
+    def add(self, other: EngineStats) -> None:
+        """Pool another run into this one."""
+        self.requests.add(other.requests)
+        self.time.add(other.time)
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,0 +1,259 @@
+"""The Python API for everyone who does not want to assemble an engine: load, generate, stream.
+
+import dropmatch
+
+decoder = dropmatch.load("default")
+for piece in decoder.stream("Write a haiku about dropout."):
+    print(piece.text, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
+from dropmatch.core.calibrate import PDropChoice, choose_p_drop
+from dropmatch.core.engine import Chunk, SpeculativeEngine
+from dropmatch.core.interfaces import Drafter
+from dropmatch.core.reasons import Reason
+from dropmatch.core.sequence import FinishReason
+from dropmatch.core.stats import EngineStats, RequestStats
+from dropmatch.drafters.draft_model import DraftModelDrafter
+from dropmatch.drafters.ngram import NgramDrafter
+from dropmatch.drafters.random_tokens import RandomDrafter
+from dropmatch.errors import ConfigError
+from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
+from dropmatch.hf.model import HFModel
+from dropmatch.hf.pairs import PAIRS, ensure_pair
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+PROBE_TEXT = """\
+The harbour was quiet when the last boat came in. Two men carried the nets ashore, counted the baskets, and wrote the \
+numbers on a slate: fourteen of herring, three of cod. If each basket holds 25 kilograms, the catch weighs 425 \
+kilograms in all, and at 2 euros a kilogram it is worth 850 euros.
+
+def area(width, height):
+    # the area of a rectangle
+    return width * height
+
+Question: Why is the sky blue? Answer: Sunlight holds all colours, and the air scatters short waves, which we see as \
+blue, more strongly than long ones.
+"""
+"""Text for p_drop="auto": prose, arithmetic, code and a question, so that no single kind sets the radius."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished request. tokens: generated ids, cut at the stop; reasons: why each was kept; logprobs: the target's
+    log-probability of each where asked for; text: without special tokens and without the stop string."""
+
+    text: str
+    tokens: list[int]
+    reasons: list[Reason]
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    prompt_tokens: int
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All generations of one call, in the order of the prompts, with the pooled statistics and the time split."""
+
+    generations: list[Generation]
+    stats: EngineStats
+
+
+class Decoder:
+    """A target, its tokenizer and a drafter, ready to decode. Made by `load`."""
+
+    def __init__(
+        self,
+        target: HFModel,
+        tokenizer: Any,
+        drafter: Drafter | None,
+        *,
+        rule: AcceptanceRule,
+        dropout: DropoutConfig,
+        config: EngineConfig,
+    ) -> None:
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.rule = rule
+        self.config = config
+        self.p_drop_choice: PDropChoice | None = None
+        if dropout.p_drop == "auto":
+            self.p_drop_choice = self._choose_p_drop(dropout)
+            dropout = replace(dropout, p_drop=self.p_drop_choice.p_drop)
+        self.dropout = dropout
+        self.eos_ids = _eos_ids(target.model, tokenizer)
+
+    def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
+        """Token ids of a prompt. A string becomes a user message where the tokenizer has a chat template (chat=False
+        takes it as plain text); a list of messages always goes through the template; ids are taken as they are."""
+        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        has_template = getattr(self.tokenizer, "chat_template", None) is not None
+        if isinstance(prompt, str) and not (has_template if chat is None else chat):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not has_template:
+            raise ConfigError("This tokenizer has no chat template. Give the prompt as plain text, with chat=False.")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    def engine(
+        self,
+        *,
+        rule: str | AcceptanceRule | None = None,
+        drafter: Drafter | Literal["own"] | None = "own",
+        config: EngineConfig | None = None,
+    ) -> SpeculativeEngine:
+        """A new engine over the loaded models, with no requests. drafter=None decodes plainly."""
+        return SpeculativeEngine(
+            self.target,
+            self.drafter if drafter == "own" else drafter,
+            rule=self.rule if rule is None else rule,
+            dropout=self.dropout,
+            config=config or self.config,
+            decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+            eos_ids=self.eos_ids,
+        )
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        engine: SpeculativeEngine | None = None,
+        chat: bool | None = None,
+    ) -> Run:
+        """Decode many prompts together and keep the statistics."""
+        engine = engine or self.engine()
+        encoded = [self.encode(prompt, chat=chat) for prompt in prompts]
+        collected: dict[int, list[Chunk]] = {}
+        try:
+            requests = [engine.add(ids, params) for ids in encoded]
+            while engine.has_work:
+                for chunk in engine.step():
+                    collected.setdefault(chunk.request, []).append(chunk)
+        finally:  # the models are shared by all engines of this decoder and must end empty
+            engine.cancel_all()
+        generations = [
+            _generation(collected[request], len(ids)) for request, ids in zip(requests, encoded, strict=True)
+        ]
+        return Run(generations, engine.stats)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Generation:
+        """Decode one prompt. options: fields of SamplingParams, such as max_new_tokens=100."""
+        return self.run([prompt], _params(params, options)).generations[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
+        """Decode one prompt, giving each round's tokens, reasons and text as they come."""
+        engine = self.engine()
+        try:
+            engine.add(self.encode(prompt), _params(params, options))
+            while engine.has_work:
+                yield from engine.step()
+        finally:
+            engine.cancel_all()
+
+    def _choose_p_drop(self, dropout: DropoutConfig) -> PDropChoice:
+        ids = list(self.tokenizer(PROBE_TEXT)["input_ids"])
+        hidden = self.target.add_rows([ids]).hidden[0]
+        self.target.filter([])
+        return choose_p_drop(self.target.head, hidden, dropout)
+
+
+def load(
+    target: str,
+    draft: str | None = None,
+    *,
+    rule: str | AcceptanceRule = "dropmatch",
+    rule_options: RuleOptions | None = None,
+    num_paths: int = 5,
+    p_drop: float | Literal["auto"] = 0.3,
+    draft_length: int = 5,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    device_map: Any = None,
+    max_batch: int = 32,
+    seed: int = 0,
+) -> Decoder:
+    """Load a target, its tokenizer and a drafter.
+
+    target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
+    reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
+    rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto".
+    Raises UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
+    """
+    made_rule = make_rule(rule, rule_options) if isinstance(rule, str) else rule
+    dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
+    if target in PAIRS:
+        pair = ensure_pair(target)
+        target = str(pair.target)
+        draft = draft or (str(pair.draft) if pair.draft is not None else "ngram")
+    draft = draft or "ngram"
+    tokenizer = load_tokenizer(target)
+    target_model = HFModel(load_model(target, dtype=dtype, device=device, device_map=device_map))
+    drafter: Drafter | None
+    if draft == "none":
+        drafter = None
+    elif draft == "ngram":
+        drafter = NgramDrafter(target_model.device)
+    elif draft == "random":
+        drafter = RandomDrafter(target_model.device, target_model.vocab_size)
+    else:
+        check_tokenizers(tokenizer, load_tokenizer(draft))
+        draft_model = HFModel(load_model(draft, dtype=dtype, device=device, device_map=device_map))
+        drafter = DraftModelDrafter(draft_model, target_model.vocab_size)
+    return Decoder(
+        target_model,
+        tokenizer,
+        drafter,
+        rule=made_rule,
+        dropout=dropout,
+        config=EngineConfig(
+            draft_length=draft_length, max_batch=max_batch, seed=seed, max_length=target_model.max_positions
+        ),
+    )
+
+
+def _params(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    unknown = [name for name in options if name not in SamplingParams.__dataclass_fields__]
+    if unknown:
+        allowed = ", ".join(sorted(SamplingParams.__dataclass_fields__))
+        raise ConfigError(f"Unknown sampling option {unknown[0]!r}. Allowed: {allowed}.")
+    return replace(params or SamplingParams(), **options)
+
+
+def _generation(chunks: list[Chunk], prompt_tokens: int) -> Generation:
+    last = chunks[-1]
+    assert last.finish_reason is not None
+    assert last.stats is not None
+    return Generation(
+        text="".join(chunk.text for chunk in chunks),
+        tokens=[token for chunk in chunks for token in chunk.tokens],
+        reasons=[reason for chunk in chunks for reason in chunk.reasons],
+        logprobs=None if last.logprobs is None else [x for chunk in chunks for x in chunk.logprobs or ()],
+        finish_reason=last.finish_reason,
+        prompt_tokens=prompt_tokens,
+        stats=last.stats,
+    )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The end-of-sequence ids of the generation config, or the tokenizer's one."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    if configured is None:
+        configured = tokenizer.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in ids if token is not None)

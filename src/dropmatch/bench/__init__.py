@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, side-by-side measurement and results files."""

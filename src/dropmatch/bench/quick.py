@@ -1,0 +1,265 @@
+"""Side-by-side timing of decoding methods on the same prompts in one run.
+
+Each prompt goes through all arms in turn, so that a machine that drifts drifts for all. All arms generate the same
+number of tokens (EOS is ignored) from the same prompts, in one dtype, warmed up. Times are of whole calls, prefill
+included, since transformers does not tell prefill apart; our own arms also report the split of their decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import dropmatch
+from dropmatch.api import Decoder
+from dropmatch.bench.workloads import Item
+from dropmatch.config import EngineConfig, SamplingParams
+from dropmatch.core.acceptance import make_rule
+from dropmatch.core.stats import EngineStats
+from dropmatch.drafters.draft_model import DraftModelDrafter
+from dropmatch.hf.model import HFModel
+from dropmatch.provenance import collect
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to decode. run(ids) -> generated ids and, for our own arms, the statistics of the call."""
+
+    name: str
+    run: Callable[[list[int]], tuple[list[int], EngineStats | None]]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    stats: list[EngineStats] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def run_quick(
+    items: Sequence[Item],
+    *,
+    target: str,
+    draft: str | None,
+    lengths: Sequence[int],
+    max_new_tokens: int,
+    num_paths: int,
+    p_drop: float | Literal["auto"],
+    repeats: int,
+    with_peers: bool,
+    dtype: str,
+    device: str,
+    output: Path,
+) -> dict[str, Any]:
+    """Time all arms on all items and write the results file. Returns what was written."""
+    decoder = dropmatch.load(target, draft, num_paths=num_paths, p_drop=p_drop, dtype=dtype, device=device)
+    arms = _own_arms(decoder, lengths, max_new_tokens)
+    if with_peers:
+        arms += _peer_arms(decoder, lengths, max_new_tokens)
+    prompts = {item.id: decoder.encode(item.prompt) for item in items}
+    with _progress() as progress:
+        task = progress.add_task("measuring", total=len(arms) * (1 + repeats * len(items)))
+        for arm in arms:
+            arm.run(prompts[items[0].id])
+            progress.advance(task)
+        for turn in range(repeats):
+            for i, item in enumerate(items):
+                # each prompt starts at another arm, so that no arm always runs first
+                for arm in arms[(i + turn) % len(arms) :] + arms[: (i + turn) % len(arms)]:
+                    _measure(arm, item.id, prompts[item.id], decoder)
+                    progress.advance(task)
+    result = {
+        "kind": "bench-quick",
+        "settings": {
+            "target": target,
+            "draft": draft,
+            "lengths": list(lengths),
+            "max_new_tokens": max_new_tokens,
+            "k": num_paths,
+            "p_drop": decoder.dropout.p_drop,
+            "repeats": repeats,
+            "dtype": str(decoder.target.dtype),
+            "items": [item.id for item in items],
+        },
+        "summary": _summary(arms),
+        "arms": {arm.name: _arm_json(arm) for arm in arms},
+        "provenance": collect(device=str(decoder.target.device)),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(output)
+    return result
+
+
+def _own_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> list[Arm]:
+    params = SamplingParams(max_new_tokens=max_new_tokens, eos_ids=())
+
+    def arm(name: str, rule: str, length: int, **options: Any) -> Arm:
+        config = EngineConfig(draft_length=length, max_length=decoder.config.max_length)
+
+        def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
+            done = decoder.run([ids], params, engine=decoder.engine(rule=make_rule(rule), config=config, **options))
+            return done.generations[0].tokens, done.stats
+
+        return Arm(name, run)
+
+    arms = [arm("plain", "exact", 0, drafter=None)]
+    for length in lengths:
+        arms += [arm(f"lossless L={length}", "lossless", length), arm(f"dropmatch L={length}", "dropmatch", length)]
+    return arms
+
+
+def _peer_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> list[Arm]:
+    """transformers' own generate and, where a draft model is loaded, assisted generation."""
+    import torch
+
+    model = decoder.target.model
+
+    def arm(name: str, **options: Any) -> Arm:
+        def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
+            input_ids = torch.tensor([ids], device=decoder.target.device)
+            with torch.inference_mode():
+                out = model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    max_new_tokens=max_new_tokens,
+                    min_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    temperature=None,
+                    top_p=None,
+                    top_k=None,
+                    repetition_penalty=1.0,
+                    **options,
+                )
+            return out[0, len(ids) :].tolist(), None
+
+        return Arm(name, run)
+
+    arms = [arm("transformers generate")]
+    if isinstance(decoder.drafter, DraftModelDrafter) and isinstance(decoder.drafter.model, HFModel):
+        assistant = decoder.drafter.model.model
+        arms += [_assisted_arm(arm("assisted", assistant_model=assistant), assistant, length) for length in lengths]
+    return arms
+
+
+def _assisted_arm(assisted: Arm, assistant: Any, length: int) -> Arm:
+    """Assisted generation with a constant draft length, its confidence threshold left at transformers' default."""
+
+    def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
+        settings = assistant.generation_config
+        before = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = length, "constant"
+        try:
+            return assisted.run(ids)
+        finally:
+            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = before
+
+    return Arm(f"transformers assisted L={length}", run)
+
+
+def _measure(arm: Arm, item: str, ids: list[int], decoder: Decoder) -> None:
+    started = time.perf_counter()
+    tokens, stats = arm.run(ids)
+    arm.seconds.setdefault(item, []).append(time.perf_counter() - started)
+    arm.tokens[item] = len(tokens)
+    arm.texts[item] = decoder.tokenizer.decode(tokens, skip_special_tokens=True)
+    if stats is not None:
+        arm.stats.append(stats)
+
+
+def _pooled(arm: Arm) -> EngineStats | None:
+    if not arm.stats:
+        return None
+    pooled = EngineStats()
+    for stats in arm.stats:
+        pooled.add(stats)
+    return pooled
+
+
+def _arm_json(arm: Arm) -> dict[str, Any]:
+    pooled = _pooled(arm)
+    return {
+        "seconds": arm.seconds,
+        "tokens": arm.tokens,
+        "texts": arm.texts,
+        "stats": None if pooled is None else pooled.to_json(),
+    }
+
+
+def _ratios(arm: Arm, base: Arm) -> dict[str, float]:
+    """Speed of arm over base, item by item (median of the repeats each): median, minimum and maximum over items."""
+    ratios = []
+    for item, seconds in arm.seconds.items():
+        rate = arm.tokens[item] / statistics.median(seconds)
+        ratios.append(rate * statistics.median(base.seconds[item]) / base.tokens[item])
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def _summary(arms: Sequence[Arm]) -> dict[str, Any]:
+    """Figures by arm, all speeds as ratios within the run."""
+    by_name = {arm.name: arm for arm in arms}
+    summary: dict[str, Any] = {}
+    for arm in arms:
+        total = sum(sum(seconds) for seconds in arm.seconds.values())
+        emitted = sum(arm.tokens[item] * len(seconds) for item, seconds in arm.seconds.items())
+        row: dict[str, Any] = {"tokens_per_second": emitted / total, "over_plain": _ratios(arm, by_name["plain"])}
+        if "transformers generate" in by_name:
+            row["over_generate"] = _ratios(arm, by_name["transformers generate"])
+        pooled = _pooled(arm)
+        if pooled is not None and pooled.requests.drafted:
+            length = arm.name.split("=")[1]
+            lossless = by_name[f"lossless L={length}"]
+            row["over_lossless"] = _ratios(arm, lossless)
+            row["tau"] = pooled.requests.tau
+            row["lossy_tokens"] = len(pooled.requests.lossy)
+            row["emitted"] = pooled.requests.emitted
+            row["judge_over_target"] = pooled.time.judge / pooled.time.target
+            row["head_rows_per_round"] = pooled.time.head_rows / pooled.requests.rounds
+            if f"transformers assisted L={length}" in by_name:
+                row["over_assisted"] = _ratios(arm, by_name[f"transformers assisted L={length}"])
+        summary[arm.name] = row
+    return summary
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The summary for people."""
+    table = Table("", "tokens/s", "over generate", "over plain", "over lossless", "tau", "head+rule/target", "lossy")
+
+    def ratio(row: dict[str, Any], key: str) -> str:
+        return "{median:.2f}x [{min:.2f}, {max:.2f}]".format(**row[key]).replace("[", "\\[") if key in row else ""
+
+    for name, row in result["summary"].items():
+        table.add_row(
+            name,
+            f"{row['tokens_per_second']:.2f}",
+            ratio(row, "over_generate"),
+            ratio(row, "over_plain"),
+            ratio(row, "over_lossless"),
+            f"{row['tau']:.2f}" if "tau" in row else "",
+            f"{row['judge_over_target']:.1%}" if "judge_over_target" in row else "",
+            f"{row['lossy_tokens']}/{row['emitted']}" if "lossy_tokens" in row else "",
+        )
+    console = Console()
+    console.print(table)
+    settings = result["settings"]
+    console.print(
+        f"{len(settings['items'])} prompts, {settings['max_new_tokens']} tokens each, batch 1, {settings['dtype']}, "
+        f"K={settings['k']}, p_drop={settings['p_drop']}. Ratios: median over prompts, with minimum and maximum."
+    )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,38 @@
+"""The command line: one file per command. Heavy imports live inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from dropmatch.cli.bench import bench_app
+from dropmatch.cli.demo import demo
+from dropmatch.cli.fetch import fetch
+from dropmatch.cli.generate import generate
+from dropmatch.cli.selfcheck import selfcheck
+from dropmatch.errors import DropMatchError
+
+app = typer.Typer(
+    help="Speculative decoding that keeps more drafted tokens (DropMatch), without training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(demo)
+app.command()(selfcheck)
+app.command()(fetch)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line. Our own errors become one message and exit code 2."""
+    try:
+        app()
+    except DropMatchError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,3 @@
+from dropmatch.cli import main
+
+main()

@@ -1,0 +1,58 @@
+"""dropmatch bench: measurements that write results files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dropmatch.cli import options as o
+
+bench_app = typer.Typer(help="Measurements side by side in one run, written to results files.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def _group() -> None:
+    """Keeps `bench` a group of commands."""
+
+
+@bench_app.command()
+def quick(
+    data: Annotated[Path, typer.Option(help="Folder with gsm8k.jsonl and humaneval.jsonl.")],
+    output: Annotated[Path, typer.Option(help="Results file.")] = Path("results/bench_quick.json"),
+    target: o.Target = "default",
+    draft: o.Draft = None,
+    num_gsm8k: Annotated[int, typer.Option(min=0, help="Prompts from gsm8k.jsonl.")] = 8,
+    num_humaneval: Annotated[int, typer.Option(min=0, help="Prompts from humaneval.jsonl.")] = 4,
+    max_new_tokens: o.MaxNewTokens = 64,
+    lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "5,10",
+    k: o.NumPaths = 5,
+    p_drop: o.PDrop = "0.3",
+    repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts and arms.")] = 1,
+    peers: Annotated[bool, typer.Option(help="Also time transformers' generate and assisted generation.")] = True,
+    dtype: o.DType = "auto",
+    device: o.Device = "auto",
+) -> None:
+    """Plain, transformers' generate and assisted, lossless and DropMatch on the same prompts in one run."""
+    from dropmatch.bench.quick import print_table, run_quick
+    from dropmatch.bench.workloads import load_prompts
+
+    prompts = load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval)
+    result = run_quick(
+        prompts,
+        target=target,
+        draft=draft,
+        lengths=[int(length) for length in lengths.split(",")],
+        max_new_tokens=max_new_tokens,
+        num_paths=k,
+        p_drop=o.parse_p_drop(p_drop),
+        repeats=repeats,
+        with_peers=peers,
+        dtype=dtype,
+        device=device,
+        output=output,
+    )
+    print_table(result)
+    print(json.dumps({"output": str(output), **result["summary"]}))

@@ -1,0 +1,80 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dropmatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dropmatch.api import Decoder
+
+Target = Annotated[
+    str, typer.Option(help="Target model: hub id, local folder, .gguf file, or a named pair (default, small).")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Draft model, likewise; or ngram, none. Left out: the pair's own drafter, or ngram."),
+]
+Rule = Annotated[str, typer.Option(help="Acceptance rule, or several joined by '+'.")]
+NumPaths = Annotated[int, typer.Option("--k", min=1, help="K, dropout paths through the LM head.")]
+PDrop = Annotated[str, typer.Option(help="Drop probability of the head's input, or auto.")]
+GuardProb = Annotated[
+    float, typer.Option(min=0, max=1, help="Never keep a lossy token below this target probability (0: off).")
+]
+GuardRatio = Annotated[
+    float, typer.Option(min=0, max=1, help="... or below this share of the target's best token (0: off).")
+]
+DraftLength = Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Drafted tokens per round.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
+Seed = Annotated[int, typer.Option(min=0, help="Keys dropout masks and sampling noise.")]
+DType = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def parse_p_drop(text: str) -> float | Literal["auto"]:
+    """A number in [0, 1), or "auto"."""
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--p-drop={text!r} is not allowed. Give a number in [0, 1), or auto.") from None
+
+
+def load_decoder(
+    target: str,
+    draft: str | None,
+    *,
+    rule: str,
+    k: int,
+    p_drop: str,
+    guard_prob: float,
+    guard_ratio: float,
+    draft_length: int,
+    dtype: str,
+    device: str,
+) -> Decoder:
+    """`dropmatch.load` from command-line values, saying what "auto" chose."""
+    import dropmatch
+
+    options: dict[str, Any] = {"guard_prob": guard_prob, "guard_ratio": guard_ratio}
+    decoder = dropmatch.load(
+        target,
+        draft,
+        rule=rule,
+        rule_options=dropmatch.RuleOptions(**options),
+        num_paths=k,
+        p_drop=parse_p_drop(p_drop),
+        draft_length=draft_length,
+        dtype=dtype,
+        device=device,
+    )
+    if decoder.p_drop_choice is not None:
+        choice = decoder.p_drop_choice
+        radius = choice.median_radius[choice.p_drop]
+        typer.secho(f"p_drop=auto chose {choice.p_drop} (median radius {radius:.3f} nats).", err=True, dim=True)
+    return decoder
