@@ -31,7 +31,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Digits, case, accents composed and not, runs of blanks, other scripts: where tokenizers of one vocabulary differ.
 _PROBES = (
-    "The 3 quick brown foxes didn't pay 1,234.50 euros.",
+    "The 3 quick brown foxes didn't pay 1,234.50 euros on 12/31/1999.",
     "def f(x):\n\treturn  x**2  # DON'T\n\n\n",
     "caf\u00e9 cafe\u0301 \u65e5\u672c\u8a9e \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f642",
 )

@@ -1,0 +1,66 @@
+"""Facts beside results, and the cache folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from dropmatch import provenance
+
+
+def test_cache_folder_follows_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DROPMATCH_CACHE", str(tmp_path))
+    assert provenance.cache_dir() == tmp_path
+    monkeypatch.delenv("DROPMATCH_CACHE")
+    assert provenance.cache_dir().name == "dropmatch"
+
+
+def test_facts_are_whole_and_fit_json() -> None:
+    facts = provenance.collect(["dropmatch", "demo", "--pair", "a b"], device="cpu")
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["command"] == "dropmatch demo --pair 'a b'"
+    assert facts["torch"] == torch.__version__
+    assert facts["device"] == "cpu"
+    assert facts["cpu"]
+    assert facts.keys() >= {"date", "commit", "is_dirty", "dropmatch", "python", "transformers", "num_threads"}
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git repository that seems to hold provenance.py."""
+    file = tmp_path / "provenance.py"
+    file.write_text("first")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", file.name)
+    _git(tmp_path, "commit", "-q", "-m", "first")
+    monkeypatch.setattr(provenance, "__file__", str(file))
+    return tmp_path
+
+
+def test_a_checkout_tells_commit_and_changes(checkout: Path) -> None:
+    facts = provenance.collect([])
+    assert len(str(facts["commit"])) == 40
+    assert facts["is_dirty"] is False
+    (checkout / "provenance.py").write_text("changed")
+    assert provenance.collect([])["is_dirty"] is True
+
+
+def test_a_package_installed_inside_another_checkout_tells_no_commit(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "__file__", str(checkout / "site-packages.py"))
+    assert provenance.collect([])["commit"] is None
+
+
+def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert provenance.collect([])["commit"] is None
