@@ -460,6 +460,7 @@ REFUSALS = {
     ),
     "bert": ("BertForMaskedLM", {}, "'bert'.*has no causal LM head"),
     "llama-body": ("LlamaModel", {}, "'llama'.*has no causal LM head"),
+    "electra": ("ElectraForCausalLM", {"embedding_size": 16}, "reads 16 numbers per token, its decoder gives 32"),
     "bert-encoder": ("BertLMHeadModel", {}, "BertLMHeadModel"),
 }
 

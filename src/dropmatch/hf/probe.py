@@ -37,7 +37,9 @@ def check_model(model: HFModel) -> None:
     """
     prompts, tree = _probe_tokens(min(model.vocab_size, model.num_embeddings))
     plain = _plain_logits(model, prompts, tree)  # [paths, S, V]
-    prefill = model.head(model.add_rows(prompts).hidden)
+    hidden = model.add_rows(prompts).hidden
+    _check_width(model, hidden.shape[-1])
+    prefill = model.head(hidden)
     device = model.device
     ancestors = torch.tensor(
         [[True, False, False, False], [True, True, False, False], [True, False, True, False], [True, True, False, True]]
@@ -68,6 +70,15 @@ def _plain_logits(model: HFModel, prompts: list[list[int]], tree: Tensor) -> Ten
     tokens = torch.tensor(padded, device=model.input_device)
     logits: Tensor = model.model(input_ids=tokens, use_cache=False).logits
     return logits.to(model.device)
+
+
+def _check_width(model: HFModel, width: int) -> None:
+    expected = getattr(model.model.get_output_embeddings(), "in_features", width)
+    if expected != width:
+        raise UnsupportedModelError(
+            f"The LM head of {type(model.model).__name__} reads {expected} numbers per token, its decoder gives "
+            f"{width}: a layer between them is unknown to dropmatch. Use a model whose head reads the last norm."
+        )
 
 
 def _compare(model: HFModel, part: str, ours: Tensor, expected: Tensor) -> None:

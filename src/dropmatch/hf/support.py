@@ -117,7 +117,7 @@ def _cache_argument(name: str, body: Any) -> str:
     parameters = inspect.signature(body.forward).parameters
     if "position_ids" not in parameters:
         raise UnsupportedModelError(
-            f"{name} takes no position ids (recurrent, or attention with ALiBi), so the nodes of a draft tree cannot "
+            f"{name} takes no position ids, like recurrent and ALiBi models, so the nodes of a draft tree cannot "
             "be placed. Use a model with position ids."
         )
     for cache_name in ("cache", "past_key_values"):
