@@ -116,7 +116,7 @@ class SamplingParams:
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} is not allowed. Give a positive number.")
         if self.draft_length is not None:
             _check_count("draft_length", self.draft_length, 0)

@@ -47,19 +47,20 @@ class TextStream:
         """Add a token. Returns True if it completes a stop string."""
         self._ids.append(token)
         piece = self._decode(self._ids[self._start :])[self._skip :]
-        if not piece or piece.endswith(_REPLACEMENT):
-            return False  # an unfinished character
+        text = self.text + piece
         searched_from = max(0, len(self.text) - max((len(s) for s in self._stop), default=0))
-        self.text += piece
-        # decode only a short window from here on, so that a long text does not cost more per token
-        self._start = max(0, len(self._ids) - 8)
-        self._skip = len(self._decode(self._ids[self._start :]))
-        hits = [(at, s) for s in self._stop if (at := self.text.find(s, searched_from)) >= 0]
+        hits = [(at, s) for s in self._stop if (at := text.find(s, searched_from)) >= 0]
         if hits:
             at, found = min(hits)
-            self.text = self.text[: at + len(found)] if self._include_stop else self.text[:at]
+            self.text = text[: at + len(found)] if self._include_stop else text[:at]
             self.is_stopped = True
-        return bool(hits)
+            return True
+        if piece and not piece.endswith(_REPLACEMENT):  # else an unfinished character, held until it is whole
+            self.text = text
+            # decode only a short window from here on, so that a long text does not cost more per token
+            self._start = max(0, len(self._ids) - 8)
+            self._skip = len(self._decode(self._ids[self._start :]))
+        return False
 
     def finish(self) -> None:
         """No more tokens come: an unfinished character becomes text."""
@@ -71,7 +72,7 @@ class TextStream:
         end = len(self.text)
         if not is_last:
             for s in self._stop:
-                held = next((n for n in range(min(len(s) - 1, end), 0, -1) if self.text.endswith(s[:n])), 0)
+                held = next((n for n in range(min(len(s) - 1, len(self.text)), 0, -1) if self.text.endswith(s[:n])), 0)
                 end = min(end, len(self.text) - held)
         new = self.text[self._sent : end]
         self._sent = max(self._sent, end)
