@@ -30,6 +30,7 @@ class DraftModelDrafter:
 
     def add_rows(self, rows: Sequence[Row], output: ModelOutput) -> None:
         self.model.add_rows([self._known(row.ids[:-1]) for row in rows])
+        self._lengths += [len(row.ids) - 1 for row in rows]
 
     def propose(self, rows: Sequence[Row], max_new: Sequence[int]) -> DraftTree:
         device = self.model.device
@@ -69,7 +70,7 @@ class DraftModelDrafter:
 
     def filter(self, keep: Sequence[int]) -> None:
         self.model.filter(keep)
-        self._lengths = [self._lengths[b] for b in keep] if self._lengths else []
+        self._lengths = [self._lengths[b] for b in keep]
 
     def _feed(self, pending: list[list[int]]) -> Tensor:
         """Run and cache tokens that the draft model has not seen. Returns logits behind the last of each row."""
