@@ -1,10 +1,10 @@
 """The Python API for everyone who does not want to assemble an engine: load, generate, stream.
 
-import dropmatch
+    decoder = dropmatch.load("default")
+    for piece in decoder.stream("Write a haiku about dropout."):
+        print(piece.text, end="")
 
-decoder = dropmatch.load("default")
-for piece in decoder.stream("Write a haiku about dropout."):
-    print(piece.text, end="")
+A `Decoder` holds the loaded models; each call runs an engine of its own over them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
-from dropmatch.core.calibrate import PDropChoice, choose_p_drop
 from dropmatch.core.engine import Chunk, SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
 from dropmatch.core.reasons import Reason
@@ -27,26 +26,13 @@ from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.drafters.ngram import NgramDrafter
 from dropmatch.drafters.random_tokens import RandomDrafter
 from dropmatch.errors import ConfigError
+from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
-
-PROBE_TEXT = """\
-The harbour was quiet when the last boat came in. Two men carried the nets ashore, counted the baskets, and wrote the \
-numbers on a slate: fourteen of herring, three of cod. If each basket holds 25 kilograms, the catch weighs 425 \
-kilograms in all, and at 2 euros a kilogram it is worth 850 euros.
-
-def area(width, height):
-    # the area of a rectangle
-    return width * height
-
-Question: Why is the sky blue? Answer: Sunlight holds all colours, and the air scatters short waves, which we see as \
-blue, more strongly than long ones.
-"""
-"""Text for p_drop="auto": prose, arithmetic, code and a question, so that no single kind sets the radius."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +75,7 @@ class Decoder:
         self.drafter = drafter
         self.rule = rule
         self.config = config
-        self.p_drop_choice: PDropChoice | None = None
-        if dropout.p_drop == "auto":
-            self.p_drop_choice = self._choose_p_drop(dropout)
-            dropout = replace(dropout, p_drop=self.p_drop_choice.p_drop)
-        self.dropout = dropout
+        self.dropout, self.p_drop_choice = settle_p_drop(target, tokenizer, dropout)
         self.eos_ids = _eos_ids(target.model, tokenizer)
 
     def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
@@ -165,12 +147,6 @@ class Decoder:
                 yield from engine.step()
         finally:
             engine.cancel_all()
-
-    def _choose_p_drop(self, dropout: DropoutConfig) -> PDropChoice:
-        ids = list(self.tokenizer(PROBE_TEXT)["input_ids"])
-        hidden = self.target.add_rows([ids]).hidden[0]
-        self.target.filter([])
-        return choose_p_drop(self.target.head, hidden, dropout)
 
 
 def load(

@@ -10,7 +10,7 @@ callable, `generate` drops `assistant_model`, `streamer` and `tokenizer` on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from dropmatch.core.stats import EngineStats
 from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.drafters.ngram import NgramDrafter
 from dropmatch.errors import ConfigError
+from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.hf.model import HFModel
 
 _NATIVE_WARPERS = (
@@ -63,6 +64,7 @@ class GenerateDecoder:
         self._stop = tuple(stop)
         self._seed = seed
         self._wrapped: dict[int, HFModel] = {}
+        self._settled: dict[int, DropoutConfig] = {}
         self.stats = EngineStats()
 
     def __call__(
@@ -86,7 +88,7 @@ class GenerateDecoder:
             target,
             self._drafter(target),
             rule=self._rule,
-            dropout=self._dropout,
+            dropout=self._settled_dropout(target),
             config=EngineConfig(draft_length=self._draft_length, max_batch=len(prompts)),
             decode=self._decode(),
         )
@@ -139,6 +141,12 @@ class GenerateDecoder:
             known = self._wrapped[id(model)] = HFModel(model)
         return known
 
+    def _settled_dropout(self, target: HFModel) -> DropoutConfig:
+        key = id(target.model)
+        if key not in self._settled:
+            self._settled[key], _ = settle_p_drop(target, self._tokenizer, self._dropout)
+        return self._settled[key]
+
     def _drafter(self, target: HFModel) -> Drafter:
         if self._draft == "ngram":
             return NgramDrafter(target.device)
@@ -155,7 +163,7 @@ def decoder(
     *,
     rule: str | AcceptanceRule = "dropmatch",
     num_paths: int = 5,
-    p_drop: float = 0.3,
+    p_drop: float | Literal["auto"] = 0.3,
     draft_length: int = 5,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -165,13 +173,15 @@ def decoder(
     """A decoding method for `model.generate(..., custom_generate=decoder(...))`.
 
     draft: a transformers model that shares the target's tokenizer, or "ngram". rule: an acceptance rule by name or
-    object; "lossless" and "exact" change no output. tokenizer: needed for `stop` strings only. streamer: a transformers
-    streamer. seed: keys masks and noise; None takes sampling seeds from torch's global generator.
+    object; "lossless" and "exact" change no output. tokenizer: needed for `stop` strings and p_drop="auto". streamer: a
+    transformers streamer. seed: keys masks and noise; None takes sampling seeds from torch's global generator.
     """
     if isinstance(draft, str) and draft != "ngram":
         raise ConfigError(f"draft={draft!r} is not allowed. Give a loaded transformers model, or 'ngram'.")
     if stop and tokenizer is None:
         raise ConfigError("stop strings need the tokenizer. Give decoder(..., tokenizer=tokenizer).")
+    if p_drop == "auto" and tokenizer is None:
+        raise ConfigError("p_drop='auto' needs the tokenizer. Give decoder(..., tokenizer=tokenizer).")
     dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
     return GenerateDecoder(draft, rule, dropout, draft_length, tokenizer, streamer, stop, seed)
 

@@ -1,0 +1,38 @@
+"""p_drop="auto" for a loaded model: the radius is measured at positions of a built-in text, in one forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dropmatch.config import DropoutConfig
+from dropmatch.core.calibrate import PDropChoice, choose_p_drop
+from dropmatch.hf.model import HFModel
+
+PROBE_TEXT = """\
+The harbour was quiet when the last boat came in. Two men carried the nets ashore, counted the baskets, and wrote the \
+numbers on a slate: fourteen of herring, three of cod. If each basket holds 25 kilograms, the catch weighs 425 \
+kilograms in all, and at 2 euros a kilogram it is worth 850 euros.
+
+def area(width, height):
+    # the area of a rectangle
+    return width * height
+
+Question: Why is the sky blue? Answer: Sunlight holds all colours, and the air scatters short waves, which we see as \
+blue, more strongly than long ones.
+"""
+"""Prose, arithmetic, code and a question, so that no single kind of text sets the radius."""
+
+
+def settle_p_drop(target: HFModel, tokenizer: Any, dropout: DropoutConfig) -> tuple[DropoutConfig, PDropChoice | None]:
+    """Replace p_drop="auto" by a number (see core.calibrate.choose_p_drop). target must hold no rows.
+
+    Returns the settled config and the evidence, which is None where p_drop was a number already.
+    """
+    if dropout.p_drop != "auto":
+        return dropout, None
+    ids = list(tokenizer(PROBE_TEXT)["input_ids"])
+    hidden = target.add_rows([ids]).hidden[0]  # [S, d]
+    target.filter([])
+    choice = choose_p_drop(target.head, hidden, dropout)
+    return replace(dropout, p_drop=choice.p_drop), choice
