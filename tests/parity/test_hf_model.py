@@ -508,7 +508,7 @@ def test_the_probe_finds_a_mask_that_is_added_as_if_it_were_selected_by(
 def test_the_probe_finds_a_window_that_is_longer_than_its_text(
     tiny: Builder, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
 ) -> None:
-    """A window of 40 hides nothing from a probe of seven tokens; the masks of a stretched cache still show it."""
+    """A window of 40 hides nothing from a probe of four tokens; the masks of a stretched cache still show it."""
     model = tiny(name, attention=attention, sliding_window=40)
     HFModel(model)
     examine = __import__("dropmatch.hf.support", fromlist=["examine"]).examine

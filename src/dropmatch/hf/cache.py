@@ -108,8 +108,8 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unt
             self.keys = self.values = None
             self.is_initialized = False
             return
-        self.keys = self.keys.index_select(0, keep.to(self.keys.device))
-        self.values = self.values.index_select(0, keep.to(self.values.device))
+        self.keys = self.keys.index_select(0, keep)
+        self.values = self.values.index_select(0, keep)
 
     def append_rows(self, num_rows: int, other: RaggedLayer, other_rows: int) -> None:
         """Put another layer's rows behind this layer's num_rows rows. A layer without buffers stands for empty rows."""
@@ -166,6 +166,8 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             return
         index = torch.tensor(list(keep)) if keep else None
         for layer in self.layers:
+            if index is not None and layer.keys is not None:
+                index = index.to(layer.keys.device)  # once per device, not per layer
             layer.select_rows(index)
         self.lengths[:] = [self.lengths[row] for row in keep]
         self.begin(self.num_pending if keep else 0)

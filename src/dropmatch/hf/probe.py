@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from dropmatch.hf.model import HFModel
 
 # Allowed root-mean-square difference of logits, relative to their own spread over the vocabulary. Batches of other
-# shapes sum in another order; wrong masks, positions or multipliers change random-token logits by 0.3 and more.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+# shapes sum in another order, float32 perhaps in TF32; a lost mask or a position by column moved the tiny models of
+# tests/parity by 0.05 to 1.6.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.15}
 _SEED = 20240303
-_PROMPT_LENGTHS = (3, 2)
-_PARENTS = (-1, 0, 0, 1)
-_PATHS = ((0, 0, 1, 3), (0, 0, 2), (1, 0, 1, 3))  # row, then nodes from the root: what is recomputed in full
+# As small as can be, since on a CPU each token counts: two siblings show a lost mask and a position by column.
+_PROMPT_LENGTHS = (2, 1)
+_ANCESTORS = ((True, False, False), (True, True, False), (True, False, True))
+_PATHS = ((0, 0, 1), (0, 0, 2), (1, 0, 2))  # row, then nodes from the root: what is recomputed in full
 # Past this the two-token forward of the window check reads too many keys to be cheap; the config is believed then.
 _LONGEST_WINDOW = 8192
 
@@ -41,10 +43,8 @@ def check_model(model: HFModel) -> None:
     _check_width(model, hidden.shape[-1])
     prefill = model.head(hidden)
     device = model.device
-    ancestors = torch.tensor(
-        [[True, False, False, False], [True, True, False, False], [True, False, True, False], [True, True, False, True]]
-    )
-    output = model.forward(tree.to(device), ancestors.expand(len(prompts), -1, -1).to(device))
+    ancestors = torch.tensor(_ANCESTORS, device=device).expand(len(prompts), -1, -1)
+    output = model.forward(tree.to(device), ancestors)
     nodes = model.head(output.hidden)
     model.filter([])
     for path, expected in zip(_PATHS, plain, strict=True):
@@ -59,7 +59,7 @@ def _probe_tokens(num_ids: int) -> tuple[list[list[int]], Tensor]:
     """Prompts of different lengths and the tokens [B, N] of a tree behind each."""
     generator = torch.Generator().manual_seed(_SEED)
     prompts = [torch.randint(num_ids, (length,), generator=generator).tolist() for length in _PROMPT_LENGTHS]
-    return prompts, torch.randint(num_ids, (len(prompts), len(_PARENTS)), generator=generator)
+    return prompts, torch.randint(num_ids, (len(prompts), len(_ANCESTORS)), generator=generator)
 
 
 def _plain_logits(model: HFModel, prompts: list[list[int]], tree: Tensor) -> Tensor:
