@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from dropmatch.errors import ModelNotFoundError
 
@@ -22,7 +22,11 @@ _INDEX = "model.safetensors.index.json"
 
 def hub_snapshot(hub_id: str) -> Path:
     """The model's folder, from the local cache or downloaded. Raises ModelNotFoundError saying why there is none."""
-    if cached := cached_snapshot(hub_id):
+    try:
+        cached = cached_snapshot(hub_id)
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{hub_id!r} is no hub id.") from error
+    if cached:
         return cached
     if reason := why_unreachable(hub_id):
         raise ModelNotFoundError(f"{hub_id} is not in the local hub cache, and {reason}.")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from dropmatch.hf.packages import PACKAGED_MODELS
 from dropmatch.hf.pairs import ensure_model, hub_or_packages
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 # Digits, case, accents composed and not, runs of blanks, other scripts: where tokenizers of one vocabulary differ.
 _PROBES = (
     "The 3 quick brown foxes didn't pay 1,234.50 euros on 12/31/1999.",
@@ -50,15 +48,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
         return _model_folder(path)
     if name in PACKAGED_MODELS:
         return ensure_model(PACKAGED_MODELS[name])
-    if not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
-        raise ModelNotFoundError(f"There is no folder or file {name!r}, and it is no hub id.{_advice(name)}")
+    if path.suffix == ".gguf":
+        raise ModelNotFoundError(f"There is no file {name!r}.{_advice(name)}")
     for model in PACKAGED_MODELS.values():
         if name.lower() == model.hub_id.lower():
             return hub_or_packages(model)
     try:
         return hub_snapshot(name)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"There is no folder {name!r}, and as a hub id: {error}{_advice(name)}") from error
+        raise ModelNotFoundError(f"There is no folder {name!r}. {error}{_advice(name)}") from error
 
 
 def load_model(
