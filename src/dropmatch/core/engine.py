@@ -116,7 +116,8 @@ class SpeculativeEngine:
                     f"{self.config.max_length}. Shorten it."
                 )
         rule = self.rule if params.rule is None else params.rule
-        request = self._num_requests
+        rule = make_rule(rule) if isinstance(rule, str) else rule
+        request = self._num_requests  # counted behind the last check, since keys of rows without a seed hang on it
         self._num_requests += 1
         has_key = params.seed is not None
         self._waiting.append(
@@ -125,7 +126,7 @@ class SpeculativeEngine:
                 ids=list(prompt),
                 prompt_length=len(prompt),
                 params=params,
-                rule=make_rule(rule) if isinstance(rule, str) else rule,
+                rule=rule,
                 seed=params.seed if params.seed is not None else self.config.seed,
                 stream=params.stream if has_key else request + 1,
                 eos_ids=self.eos_ids if params.eos_ids is None else frozenset(params.eos_ids),
@@ -182,7 +183,7 @@ class SpeculativeEngine:
         )
         codes = judge(v, rules)
         if self.config.protect_eos:
-            codes = self._without_lossy_eos(tree, codes)
+            codes = self._without_lossy_eos(v, codes)
         verdict = decide(v, codes, rules, self.config.correction)
         times.head_rows = self.head.rows_asked
         self._watch.see(v.seen)
@@ -220,12 +221,12 @@ class SpeculativeEngine:
             return DraftTree.chain(roots, torch.ones(len(roots), dtype=torch.int64, device=self.target.device)), False
         return self.drafter.propose(self._rows, max_new), True
 
-    def _without_lossy_eos(self, tree: DraftTree, codes: Tensor) -> Tensor:
+    def _without_lossy_eos(self, v: Verification, codes: Tensor) -> Tensor:
         is_eos = torch.zeros_like(codes, dtype=torch.bool)
         for b, row in enumerate(self._rows):
             for eos in row.eos_ids:
-                is_eos[b] |= tree.tokens[b] == eos
-        is_lossless = (codes == int(Reason.EXACT)) | (codes == int(Reason.RATIO))
+                is_eos[b] |= v.tree.tokens[b] == eos
+        is_lossless = v.is_exact | (codes == int(Reason.RATIO))
         return codes.masked_fill(is_eos & ~is_lossless, 0)
 
     def _emit(self, tree: DraftTree, v: Verification, verdict: Verdict) -> list[Chunk]:
