@@ -26,6 +26,7 @@ from dropmatch.core.acceptance import (
 )
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.reasons import Reason
+from dropmatch.core.rivals import RIVALS
 from dropmatch.core.verification import Verification
 from dropmatch.core.verify import judge
 from dropmatch.errors import ConfigError, UnknownNameError
@@ -38,6 +39,7 @@ V = 12
 TARGET = ScriptedModel(V, 24, seed=0)
 DRAFT = ScriptedModel(V, 24, seed=0, noise=0.6)
 TREE = (-1, 0, 0, 0, 1, 1, 2, 4)
+ON_TREES = [name for name in rule_names() if name != "fly"]  # which refuses trees
 
 
 def _drafted(
@@ -120,8 +122,8 @@ def test_every_rule_that_is_listed_can_be_made() -> None:
         assert rule.needs <= set(Need)
 
 
-def test_only_rejection_sampling_asks_for_independent_drafts() -> None:
-    assert {name for name in rule_names() if not make_rule(name).couples_draft} == {"lossless"}
+def test_only_rejection_sampling_and_rivals_ask_for_independent_drafts() -> None:
+    assert {name for name in rule_names() if not make_rule(name).couples_draft} == {"lossless", *RIVALS}
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
@@ -246,7 +248,7 @@ def test_heads_are_asked_once_for_siblings_and_never_twice() -> None:
 
 def test_nodes_outside_the_question_are_never_kept() -> None:
     make = _many()
-    for name in rule_names():
+    for name in ON_TREES:
         v = make()
         ask = torch.zeros_like(v.tree.tokens, dtype=torch.bool)
         ask[::2, 1::2] = True
@@ -321,7 +323,7 @@ def test_padding_and_the_root_are_never_kept() -> None:
     valid = tree.valid.clone()
     valid[0, 4:] = False
     tree = DraftTree.tree(tree.tokens, tree.parents, valid, tree.child_logits)
-    for name in rule_names():
+    for name in ON_TREES:
         v = verify(TARGET, [make_row(prompt) for prompt in prompts], tree)
         codes = _codes(make_rule(name), v)
         assert not bool((codes > 0)[~valid].any()), name

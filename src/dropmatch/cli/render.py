@@ -19,6 +19,7 @@ STYLES = {
     Reason.BONUS: "dim",
     Reason.RECOVERED: "magenta",
 }
+_RIVAL = "black on blue"  # any rule of another paper; only one of them runs at a time
 
 
 def coloured(tokens: Sequence[int], reasons: Sequence[Reason], decode: Callable[[list[int]], str]) -> Text:
@@ -29,7 +30,7 @@ def coloured(tokens: Sequence[int], reasons: Sequence[Reason], decode: Callable[
         whole = decode(list(tokens[: i + 1]))
         if whole.endswith("\ufffd") and i + 1 < len(tokens):
             continue  # half a character: it is shown with the token that completes it
-        text.append(whole[len(shown) :], STYLES[reason])
+        text.append(whole[len(shown) :], STYLES.get(reason, _RIVAL))
         shown = whole
     return text
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dropmatch.core.head import Tie
 from dropmatch.core.reasons import Reason
+from dropmatch.core.rivals import RIVALS, UNJOINABLE, base_name, make_rival, split_rules
 from dropmatch.core.verification import Verification
 from dropmatch.errors import ConfigError, UnknownNameError
 from dropmatch.ops.random import Purpose, uniform
@@ -288,29 +289,34 @@ class RuleOptions:
 
 def rule_names() -> list[str]:
     """All rules and presets that can be named."""
-    return sorted([*_ATOMS, *_PRESETS])
+    return sorted([*_ATOMS, *_PRESETS, *RIVALS])
 
 
 def make_rule(name: str, options: RuleOptions | None = None) -> AcceptanceRule:
-    """A rule by name: an atom, a preset, or several joined by '+', such as "exact+head".
+    """A rule by name: an atom, a preset, a rival with options, or several joined by '+', such as
+    "exact+top-k(k=3,ratio=0.5)".
 
     Raises UnknownNameError with near matches, and ConfigError where rules cannot be joined.
     """
     options = options or RuleOptions()
     atoms: list[str] = []
-    for part in name.split("+"):
-        part = part.strip()
-        if part not in _ATOMS and part not in _PRESETS:
+    for part in split_rules(name):
+        if base_name(part) not in RIVALS and part not in _ATOMS and part not in _PRESETS:
             raise UnknownNameError("acceptance rule", part, rule_names())
         atoms += _PRESETS.get(part, (part,))
-    if options.include_plain_argmax and "lossless" not in atoms:
+    alone = next((base_name(atom) for atom in atoms if base_name(atom) in UNJOINABLE), None)
+    if options.include_plain_argmax and "lossless" not in atoms and alone is None:
         atoms.insert(0, "exact")
     atoms = list(dict.fromkeys(atoms))
+    if alone is not None and len(atoms) > 1:
+        raise ConfigError(
+            f"Rule {name!r} joins {alone!r}, which draws its own token after a rejection. Use {alone!r} by itself."
+        )
     if "lossless" in atoms and len(atoms) > 1:
         raise ConfigError(
             f"Rule {name!r} joins 'lossless' with lossy rules. Use 'exact' in its place, or 'lossless' alone."
         )
-    rules = tuple(_ATOMS[atom](options) for atom in atoms)
+    rules = tuple(_ATOMS[atom](options) if atom in _ATOMS else make_rival(atom) for atom in atoms)
     rule = rules[0] if len(rules) == 1 else AnyOf(rules)
     if (options.guard_prob > 0 or options.guard_ratio > 0) and "lossless" not in atoms:
         rule = Guard(rule, options.guard_prob, options.guard_ratio)

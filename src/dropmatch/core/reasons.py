@@ -10,6 +10,7 @@ class Reason(IntEnum):
 
     EXACT: the target's own token. RATIO: the rejection-sampling test of lossless decoding at temperature > 0.
     JS: Eq. 6. MAJORITY: Eq. 7. HEAD: Eq. 4. BONUS: after a fully kept draft. RECOVERED: after a rejection.
+    The rest: kept by a rule of `core.rivals` where lossless decoding would have refused it.
     """
 
     REJECTED = 0
@@ -20,6 +21,16 @@ class Reason(IntEnum):
     HEAD = 5
     BONUS = 6
     RECOVERED = 7
+    TYPICAL = 8
+    LENIENCE = 9
+    TOPK = 10
+    SGLANG = 11
+    MARS = 12
+    FLY = 13
+    DIVERSED = 14
+    FUZZY = 15
+    CACTUS = 16
+    TOKEN_V3 = 17
 
     @property
     def label(self) -> str:
