@@ -107,11 +107,17 @@ class TinyPair:
     draft: Path
 
 
+def save(folder: Path, model: Any, **options: Any) -> str:
+    """Model and tokenizer in a folder, whose name is returned. options: of `tokenizer`."""
+    model.save_pretrained(folder)
+    tokenizer(**options).save_pretrained(folder)
+    return str(folder)
+
+
 def save_pair(folder: Path, **options: Any) -> TinyPair:
     """Target and agreeing drafter with tokenizers, each in a folder of its own. options: of `tokenizer`."""
-    model, reader = target(), tokenizer(**options)
+    model = target()
     pair = TinyPair(folder / "target", folder / "draft")
-    for path, member in ((pair.target, model), (pair.draft, agreeing(model))):
-        member.save_pretrained(path)
-        reader.save_pretrained(path)
+    save(pair.target, model, **options)
+    save(pair.draft, agreeing(model), **options)
     return pair

@@ -4,16 +4,20 @@
     for piece in decoder.stream("Write a haiku about dropout."):
         print(piece.text, end="")
 
-A `Decoder` holds the loaded models; each call runs an engine of its own over them.
+A `Decoder` holds the loaded models; each call runs an engine of its own over them, with caches of its own, so that
+calls may overlap and one that is given up leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
@@ -32,7 +36,10 @@ from dropmatch.hf.model import HFModel
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[Message] | Sequence[int]
+Prompt = str | Sequence[Message] | Sequence[int] | Tensor
+
+
+_MODEL_FREE = ("none", "ngram", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +88,17 @@ class Decoder:
     def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
         """Token ids of a prompt. A string becomes a user message where the tokenizer has a chat template (chat=False
         takes it as plain text); a list of messages always goes through the template; ids are taken as they are."""
-        if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], int):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
-        if isinstance(prompt, str) and not (has_template if chat is None else chat):
-            return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, str):
+            if not (has_template if chat is None else chat):
+                return list(self.tokenizer(prompt)["input_ids"])
+            messages: list[Any] = [{"role": "user", "content": prompt}]
+        else:
+            messages = _messages_or_ids(prompt)
+            if isinstance(messages[0], int):
+                return messages
         if not has_template:
             raise ConfigError("This tokenizer has no chat template. Give the prompt as plain text, with chat=False.")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
@@ -101,8 +111,8 @@ class Decoder:
     ) -> SpeculativeEngine:
         """A new engine over the loaded models, with no requests. drafter=None decodes plainly."""
         return SpeculativeEngine(
-            self.target,
-            self.drafter if drafter == "own" else drafter,
+            _with_own_cache(self.target),
+            _with_own_state(self.drafter) if drafter == "own" else drafter,
             rule=self.rule if rule is None else rule,
             dropout=self.dropout,
             config=config or self.config,
@@ -118,7 +128,9 @@ class Decoder:
         engine: SpeculativeEngine | None = None,
         chat: bool | None = None,
     ) -> Run:
-        """Decode many prompts together and keep the statistics."""
+        """Decode many prompts together and keep the statistics. chat: see `encode`."""
+        if isinstance(prompts, str):
+            raise ConfigError("run takes a list of prompts, and one text was given. Use generate, or run([prompt]).")
         engine = engine or self.engine()
         encoded = [self.encode(prompt, chat=chat) for prompt in prompts]
         collected: dict[int, list[Chunk]] = {}
@@ -127,26 +139,27 @@ class Decoder:
             while engine.has_work:
                 for chunk in engine.step():
                     collected.setdefault(chunk.request, []).append(chunk)
-        finally:  # the models are shared by all engines of this decoder and must end empty
+        finally:  # an engine of the caller's can be used again after an error
             engine.cancel_all()
         generations = [
             _generation(collected[request], len(ids)) for request, ids in zip(requests, encoded, strict=True)
         ]
         return Run(generations, engine.stats)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Generation:
-        """Decode one prompt. options: fields of SamplingParams, such as max_new_tokens=100."""
-        return self.run([prompt], _params(params, options)).generations[0]
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None, **options: Any
+    ) -> Generation:
+        """Decode one prompt. chat: see `encode`; options: fields of SamplingParams, such as max_new_tokens=100."""
+        return self.run([prompt], _params(params, options), chat=chat).generations[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
-        """Decode one prompt, giving each round's tokens, reasons and text as they come."""
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None, **options: Any
+    ) -> Iterator[Chunk]:
+        """Decode one prompt, giving each round's tokens, reasons and text as they come. Arguments as for generate;
+        bad ones raise here, not at the first chunk."""
         engine = self.engine()
-        try:
-            engine.add(self.encode(prompt), _params(params, options))
-            while engine.has_work:
-                yield from engine.step()
-        finally:
-            engine.cancel_all()
+        engine.add(self.encode(prompt, chat=chat), _params(params, options))
+        return _chunks(engine)
 
 
 def load(
@@ -169,9 +182,14 @@ def load(
     target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
     reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto".
-    Raises UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
+    dtype: "auto" takes the checkpoint's; device: "auto" takes CUDA if there is one; device_map: as for transformers.
+    Rows end at the last position that both models have.
+    Raises ConfigError, UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
     """
+    if rule_options is not None and not isinstance(rule, str):
+        raise ConfigError("rule_options go with a rule by name. Give the rule object the options it needs.")
     made_rule = make_rule(rule, rule_options) if isinstance(rule, str) else rule
+    config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
     dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
     if target in PAIRS:
         pair = ensure_pair(target)
@@ -179,7 +197,10 @@ def load(
         draft = draft or (str(pair.draft) if pair.draft is not None else "ngram")
     draft = draft or "ngram"
     tokenizer = load_tokenizer(target)
+    if draft not in _MODEL_FREE:
+        check_tokenizers(tokenizer, load_tokenizer(draft))
     target_model = HFModel(load_model(target, dtype=dtype, device=device, device_map=device_map))
+    positions = [target_model.max_positions]
     drafter: Drafter | None
     if draft == "none":
         drafter = None
@@ -188,19 +209,48 @@ def load(
     elif draft == "random":
         drafter = RandomDrafter(target_model.device, target_model.vocab_size)
     else:
-        check_tokenizers(tokenizer, load_tokenizer(draft))
         draft_model = HFModel(load_model(draft, dtype=dtype, device=device, device_map=device_map))
         drafter = DraftModelDrafter(draft_model, target_model.vocab_size)
+        positions.append(draft_model.max_positions)
     return Decoder(
         target_model,
         tokenizer,
         drafter,
         rule=made_rule,
         dropout=dropout,
-        config=EngineConfig(
-            draft_length=draft_length, max_batch=max_batch, seed=seed, max_length=target_model.max_positions
-        ),
+        config=replace(config, max_length=min((count for count in positions if count is not None), default=None)),
     )
+
+
+def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:
+    """Chat messages as they are, or token ids as ints. Raises ConfigError for anything else."""
+    items = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+    if not items:
+        raise ConfigError("The prompt is empty. Give text, chat messages, or at least one token id.")
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+        return [int(item) for item in items]
+    if not all(isinstance(item, Mapping) and {"role", "content"} <= item.keys() for item in items):
+        raise ConfigError(
+            f"A prompt cannot be made of {items[0]!r}. Give text, a list of messages with 'role' and 'content', or a "
+            "list of token ids; several prompts go to run."
+        )
+    return items
+
+
+def _with_own_cache(model: HFModel) -> HFModel:
+    return HFModel(model.model, probe=False)  # the probe was passed when it was loaded
+
+
+def _with_own_state(drafter: Drafter | None) -> Drafter | None:
+    """The same drafter without any rows. One that is not ours is taken as it is."""
+    if isinstance(drafter, DraftModelDrafter) and isinstance(drafter.model, HFModel):
+        return DraftModelDrafter(_with_own_cache(drafter.model), drafter.vocab_size)
+    return copy.deepcopy(drafter) if isinstance(drafter, NgramDrafter) else drafter
+
+
+def _chunks(engine: SpeculativeEngine) -> Iterator[Chunk]:
+    while engine.has_work:
+        yield from engine.step()
 
 
 def _params(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:

@@ -31,7 +31,7 @@ def settle_p_drop(target: HFModel, tokenizer: Any, dropout: DropoutConfig) -> tu
     """
     if dropout.p_drop != "auto":
         return dropout, None
-    ids = list(tokenizer(PROBE_TEXT)["input_ids"])
+    ids = list(tokenizer(PROBE_TEXT)["input_ids"])[: target.max_positions]
     hidden = target.add_rows([ids]).hidden[0]  # [S, d]
     target.filter([])
     choice = choose_p_drop(target.head, hidden, dropout)
