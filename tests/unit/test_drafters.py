@@ -202,3 +202,37 @@ def test_random_drafts_leave_the_exact_rule_lossless() -> None:
         result = run_one(ScriptedModel(seed=4), drafter, [1, 2], SamplingParams(max_new_tokens=30), rule="exact")
         assert result.tokens == target.greedy([1, 2], 30)
         assert set(result.reasons) <= {Reason.EXACT, Reason.RECOVERED, Reason.BONUS}
+
+
+@pytest.mark.parametrize("min_confidence", [0.3, 0.6, 0.95])
+def test_an_unsure_draft_ends_early_and_changes_no_lossless_output(min_confidence: float) -> None:
+    prompts = [(1, 2, 3), (4,)]
+    target = ScriptedModel()
+    drafter = DraftModelDrafter(ScriptedModel(noise=0.5), 16, min_confidence=min_confidence)
+    engine = SpeculativeEngine(target, drafter, rule="exact", config=EngineConfig(draft_length=8))
+    for prompt in prompts:
+        engine.add(prompt, SamplingParams(max_new_tokens=40))
+    produced: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in engine.run():
+        produced[chunk.request] += chunk.tokens
+    assert produced == {i: target.greedy(prompt, 40) for i, prompt in enumerate(prompts)}
+    full = engine.stats.requests.rounds * 8
+    assert engine.stats.requests.drafted < 0.8 * full
+
+
+def test_a_draft_ends_behind_the_first_unsure_token() -> None:
+    drafter = DraftModelDrafter(ScriptedModel(), 16, min_confidence=0.6)
+    row = make_row([1, 2, 3])
+    drafter.add_rows([row], None)
+    tree = drafter.propose([row], [8])
+    num_drafted = int(tree.valid.sum()) - 1
+    assert tree.child_logits is not None
+    probs = tree.child_logits[0].softmax(-1)
+    confidence = [float(probs[n, tree.tokens[0, n + 1]]) for n in range(num_drafted)]
+    assert min(confidence[:-1], default=1.0) >= 0.6
+    assert num_drafted == 8 or confidence[-1] < 0.6
+
+
+def test_a_confidence_outside_zero_to_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="min_confidence=1.5 is out of range"):
+        DraftModelDrafter(ScriptedModel(), 16, min_confidence=1.5)

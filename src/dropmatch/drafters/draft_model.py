@@ -14,17 +14,25 @@ from torch import Tensor
 from dropmatch.core.interfaces import CachedModel, DraftTree, ModelOutput, Verdict
 from dropmatch.core.sequence import Row
 from dropmatch.core.verification import RowSampling
+from dropmatch.errors import ConfigError
 from dropmatch.ops.random import Purpose
 
 
 class DraftModelDrafter:
-    """Chains from a draft model. vocab_size: the target's; ids that only one of the two knows are never drafted."""
+    """Chains from a draft model. vocab_size: the target's; ids that only one of the two knows are never drafted.
+
+    min_confidence: a row's draft ends behind the first token that the draft model itself gives a smaller probability
+    (temperature 1), since what follows an unsure token is seldom kept. 0 always drafts to the full length.
+    """
 
     name = "draft-model"
 
-    def __init__(self, model: CachedModel, vocab_size: int) -> None:
+    def __init__(self, model: CachedModel, vocab_size: int, *, min_confidence: float = 0.0) -> None:
+        if not 0.0 <= min_confidence <= 1.0:
+            raise ConfigError(f"min_confidence={min_confidence!r} is out of range. Allowed: [0, 1]; 0 is off.")
         self.model = model
         self.vocab_size = vocab_size
+        self.min_confidence = min_confidence
         self._num_shared = min(model.vocab_size, vocab_size)
         self._lengths: list[int] = []  # tokens of each row that the draft cache may keep after the verdict
 
@@ -44,19 +52,25 @@ class DraftModelDrafter:
         tokens = [torch.tensor([r.ids[-1] for r in rows], device=device)]
         recorded: list[Tensor] = []
         drafts: list[list[int]] = [[] for _ in rows]
+        num_drafted = torch.tensor(max_new, device=device)
         for step in range(num_steps):
             logits = sampling.process(self._to_target_vocabulary(logits), range(B), drafts)
             recorded.append(logits)
             tokens.append(self._choose(sampling, logits, rows, row, roots + step + 1))
             if sampling.any_processed:
                 drafts = [[*draft, token] for draft, token in zip(drafts, tokens[-1].tolist(), strict=True)]
-            if step + 1 < num_steps:
-                logits = self.model.head(self.model.forward(tokens[-1][:, None]).hidden[:, -1])
-                self.model.commit([1] * B)
+            if self.min_confidence > 0:
+                is_sure = self._confidence(logits, tokens[-1]) >= self.min_confidence
+                num_drafted = torch.where(is_sure, num_drafted, num_drafted.clamp(max=step + 1))
+                num_steps = int(num_drafted.max())
+            if step + 1 >= num_steps:
+                break
+            logits = self.model.head(self.model.forward(tokens[-1][:, None]).hidden[:, -1])
+            self.model.commit([1] * B)
         recorded.append(torch.zeros_like(recorded[0]))  # nothing is drafted behind the last node
         return DraftTree.chain(
             torch.stack(tokens, dim=1),
-            torch.tensor(max_new, device=device) + 1,
+            num_drafted + 1,
             torch.stack(recorded, dim=1),
             sampling.is_sampled,
         )
@@ -83,6 +97,11 @@ class DraftModelDrafter:
         self._lengths = [cached - 1 for cached in self.model.lengths]  # the root is the last of the pending tokens
         last = torch.tensor(counts, device=device) - 1
         return self.model.head(hidden[torch.arange(len(pending), device=device), last])
+
+    def _confidence(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The draft model's probability of its own tokens. logits: [B, V]; tokens: [B]. Returns [B]."""
+        logits = logits.float()
+        return (logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)).exp()
 
     def _choose(
         self, sampling: RowSampling, logits: Tensor, rows: Sequence[Row], row: Tensor, position: Tensor
