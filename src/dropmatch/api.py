@@ -90,6 +90,8 @@ class Decoder:
         takes it as plain text); a list of messages always goes through the template; ids are taken as they are."""
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         if isinstance(prompt, str):
+            if not _is_unicode(prompt):
+                raise ConfigError("The prompt is not valid Unicode text. Was it read in another encoding than UTF-8?")
             if not (has_template if chat is None else chat):
                 return list(self.tokenizer(prompt)["input_ids"])
             messages: list[Any] = [{"role": "user", "content": prompt}]
@@ -220,6 +222,11 @@ def load(
         dropout=dropout,
         config=replace(config, max_length=min((count for count in positions if count is not None), default=None)),
     )
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with lone surrogates, which Python makes of bytes that it could not decode."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:

@@ -213,7 +213,7 @@ def _summary(arms: Sequence[Arm]) -> dict[str, Any]:
         if "transformers generate" in by_name:
             row["over_generate"] = _ratios(arm, by_name["transformers generate"])
         pooled = _pooled(arm)
-        if pooled is not None and pooled.requests.drafted:
+        if pooled is not None and arm.name != "plain":
             length = arm.name.split("=")[1]
             lossless = by_name[f"lossless L={length}"]
             row["over_lossless"] = _ratios(arm, lossless)

@@ -31,7 +31,7 @@ def load_prompts(path: Path, count: int) -> list[Item]:
     if not path.is_file():
         raise DataError(f"{path} does not exist. Give the folder that holds it with --data.")
     items: list[Item] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if len(items) == count:
                 break
@@ -41,9 +41,11 @@ def load_prompts(path: Path, count: int) -> list[Item]:
     return items
 
 
-def _item(line: str, where: str) -> Item:
+def _item(line: bytes, where: str) -> Item:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}). Each line must be one JSON object.") from error
     missing = [

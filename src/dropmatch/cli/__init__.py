@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -27,7 +28,8 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Run the command line. Our own errors become one message and exit code 2."""
+    """Run the command line. Our own errors become one message and exit code 2, warnings one line each."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app()
     except DropMatchError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dropmatch.cli import options as o
+from dropmatch.errors import ConfigError
 
 bench_app = typer.Typer(help="Measurements side by side in one run, written to results files.", no_args_is_help=True)
 
@@ -39,15 +41,20 @@ def quick(
     from dropmatch.bench.quick import print_table, run_quick
     from dropmatch.bench.workloads import load_prompts
 
+    draft_lengths = _draft_lengths(lengths)
+    drop = o.parse_p_drop(p_drop)
+    _check_writable(output)
     prompts = load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval)
+    if not prompts:
+        raise ConfigError("--num-gsm8k and --num-humaneval are both 0. Give at least one prompt.")
     result = run_quick(
         prompts,
         target=target,
         draft=draft,
-        lengths=[int(length) for length in lengths.split(",")],
+        lengths=draft_lengths,
         max_new_tokens=max_new_tokens,
         num_paths=k,
-        p_drop=o.parse_p_drop(p_drop),
+        p_drop=drop,
         repeats=repeats,
         with_peers=peers,
         dtype=dtype,
@@ -56,3 +63,25 @@ def quick(
     )
     print_table(result)
     print(json.dumps({"output": str(output), **result["summary"]}))
+
+
+def _draft_lengths(text: str) -> list[int]:
+    """ "5,10" -> [5, 10], each once."""
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"--lengths={text!r} is not allowed. Give whole numbers of at least 1, such as 5,10.")
+    return list(dict.fromkeys(lengths))
+
+
+def _check_writable(output: Path) -> None:
+    """Raise before minutes of measuring, not after them."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        is_possible = not output.is_dir() and os.access(output.parent, os.W_OK)
+    except OSError:
+        is_possible = False
+    if not is_possible:
+        raise ConfigError(f"--output={str(output)!r} cannot be written. Name a file in a folder that is yours.")

@@ -31,10 +31,12 @@ def demo(
     from rich.table import Table
 
     from dropmatch.cli.render import coloured, legend, reason_shares
-    from dropmatch.config import SamplingParams
+    from dropmatch.config import SamplingParams, check_choice
     from dropmatch.core.acceptance import make_rule
+    from dropmatch.hf.pairs import PAIRS
     from dropmatch.provenance import collect
 
+    check_choice("pair", pair, PAIRS)
     # on the small pair a p_drop of 0.3 saturates the radius, so that Eq. 6 would keep almost anything
     p_drop = p_drop or ("auto" if pair == "small" else "0.3")
     decoder = o.load_decoder(

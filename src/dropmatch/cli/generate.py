@@ -83,8 +83,13 @@ def generate(
                 "guard_prob": guard_prob,
                 "guard_ratio": guard_ratio,
                 "draft_length": draft_length,
+                "max_new_tokens": max_new_tokens,
                 "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
                 "seed": seed,
+                "stop": list(params.stop),
+                "dtype": str(decoder.target.dtype),
             },
             "provenance": collect(device=str(decoder.target.device)),
         }

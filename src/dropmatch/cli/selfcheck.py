@@ -25,8 +25,10 @@ def selfcheck(
     p_drop: o.PDrop = "0.3",
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
-    draft_length: o.DraftLength = 5,
-    max_new_tokens: o.MaxNewTokens = 32,
+    draft_length: Annotated[int, typer.Option("--draft-length", "-L", min=1, help="Drafted tokens per round.")] = 5,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens per prompt; the last one is never drafted.")
+    ] = 32,
     limit: Annotated[float, typer.Option(min=0, max=1, help="Share of kept random tokens that still passes.")] = 0.01,
     dtype: o.DType = "auto",
     device: o.Device = "auto",
@@ -44,7 +46,7 @@ def selfcheck(
         p_drop=p_drop,
         guard_prob=guard_prob,
         guard_ratio=guard_ratio,
-        draft_length=max(1, draft_length),
+        draft_length=draft_length,
         dtype=dtype,
         device=device,
     )
