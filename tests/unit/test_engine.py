@@ -78,7 +78,7 @@ def test_without_dropout_every_rule_gives_the_tokens_of_plain_greedy(rule: str, 
     alone = _one(SamplingParams(max_new_tokens=23), _drafter(shape), rule=rule, dropout=NO_DROPOUT, config=config)
     assert alone.tokens == results[0].tokens
     assert alone.reasons == results[0].reasons
-    if rule != "js":  # Eq. 6 at radius 0 keeps equal distributions only
+    if rule not in ("js", "expected-js"):  # Eq. 6 at radius 0 keeps equal distributions only
         assert engine.stats.requests.accepted > 0
 
 
@@ -513,6 +513,10 @@ def test_every_token_has_a_reason_that_its_rule_can_give(rule: str, shape: str, 
         "dropmatch": {Reason.EXACT, Reason.JS, Reason.MAJORITY},
         "dropmatch-paper": {Reason.JS, Reason.MAJORITY},
         "dropmatch-naive": {Reason.HEAD},
+        "expected-head": {Reason.EXPECTED_HEAD},
+        "expected-js": {Reason.EXPECTED_JS},
+        "expected-majority": {Reason.EXPECTED_MAJORITY},
+        "dropmatch-expected": {Reason.EXACT, Reason.EXPECTED_JS, Reason.EXPECTED_MAJORITY},
     }[rule]
     params = SamplingParams(max_new_tokens=40, temperature=temperature)
     result = _one(params, _drafter(shape), rule=rule)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority
 from dropmatch.core.head import Tie
 from dropmatch.core.reasons import Reason
 from dropmatch.core.rivals import RIVALS, UNJOINABLE, base_name, make_rival, split_rules
@@ -268,23 +269,29 @@ _ATOMS: dict[str, Callable[[RuleOptions], AcceptanceRule]] = {
     "majority": lambda options: MajorityMatch(),
     "head": lambda options: HeadMatch(),
     "lossless": lambda options: RejectionSampling(),
+    "expected-head": lambda options: ExpectedHead(options.head_chance),
+    "expected-js": lambda options: ExpectedJS(),
+    "expected-majority": lambda options: ExpectedMajority(),
 }
 _PRESETS: dict[str, tuple[str, ...]] = {
     "dropmatch": ("exact", "js", "majority"),
     "dropmatch-paper": ("js", "majority"),
     "dropmatch-naive": ("head",),
+    "dropmatch-expected": ("exact", "expected-js", "expected-majority"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleOptions:
     """Options of rules made by name. js_min_centroid_prob: floor of Eq. 6 (0: off). include_plain_argmax: let
-    `dropmatch-naive` also keep the target's own token. guard_prob, guard_ratio: see `Guard` (0: off)."""
+    `dropmatch-naive` also keep the target's own token. guard_prob, guard_ratio: see `Guard` (0: off). head_chance: the
+    least chance that `expected-head` keeps a token with."""
 
     js_min_centroid_prob: float = 0.0
     include_plain_argmax: bool = False
     guard_prob: float = 0.0
     guard_ratio: float = 0.0
+    head_chance: float = 0.5
 
 
 def rule_names() -> list[str]:

@@ -10,6 +10,7 @@ class Reason(IntEnum):
 
     EXACT: the target's own token. RATIO: the rejection-sampling test of lossless decoding at temperature > 0.
     JS: Eq. 6. MAJORITY: Eq. 7. HEAD: Eq. 4. BONUS: after a fully kept draft. RECOVERED: after a rejection.
+    EXPECTED_*: Eq. 4, 6 and 7 in closed form (`core.closed_form`).
     The rest: kept by a rule of `core.rivals` where lossless decoding would have refused it.
     """
 
@@ -31,6 +32,9 @@ class Reason(IntEnum):
     FUZZY = 15
     CACTUS = 16
     TOKEN_V3 = 17
+    EXPECTED_HEAD = 18
+    EXPECTED_JS = 19
+    EXPECTED_MAJORITY = 20
 
     @property
     def label(self) -> str:
