@@ -145,6 +145,23 @@ def test_more_votes_win_among_lossy_siblings_and_then_probability() -> None:
     assert found
 
 
+def test_the_targets_own_token_wins_even_against_more_votes() -> None:
+    """Heavy dropout makes the heads prefer another sibling now and then; the target's own token still comes first."""
+    found = 0
+    for first in range(60):
+        row = make_row([first % V, first // V, 2], SamplingParams(seed=first))
+        order = TARGET.head(TARGET.state(row.ids)).argsort(descending=True).tolist()
+        tree = DraftTree.tree(
+            torch.tensor([[2, order[1], order[0]]]), torch.tensor([[-1, 0, 0]]), None, torch.zeros(1, 3, V)
+        )
+        v = verify(TARGET, [row], tree, DropoutConfig(p_drop=0.6))
+        votes = v.ensemble(tree.depth > 0).votes[0].tolist()
+        found += votes[1] > votes[2]
+        verdict = decide(v, torch.tensor([[0, 3, 1]], dtype=torch.int8), [TargetMatch()])
+        assert verdict.path.tolist() == [[0, 2]]
+    assert found > 0
+
+
 def test_lower_index_wins_when_siblings_repeat_a_token() -> None:
     tree = DraftTree.tree(torch.tensor([[4, 3, 3]]), torch.tensor([[-1, 0, 0]]))
     codes = torch.tensor([[0, 1, 1]], dtype=torch.int8)
