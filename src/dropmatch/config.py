@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from dropmatch.errors import ConfigError, UnknownNameError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MaskSharing = Literal["position", "round", "fixed"]
 Noise = Literal["shared", "independent"]
+Heads = Literal["full", "shortlist"]
 Correction = Literal["plain", "centroid", "head1", "mode"]
 
 LogitsProcessor = Callable[..., Any]
@@ -27,6 +29,8 @@ StopCheck = Callable[[list[int]], bool]
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_high: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name}={value!r} is not allowed. Give a number.")
     inside = low <= value < high if open_high else low <= value <= high
     if not inside:
         bracket = ")" if open_high else "]"
@@ -36,6 +40,12 @@ def _check_range(name: str, value: float, low: float, high: float, *, open_high:
 def _check_count(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value!r} is not allowed. Give a whole number of at least {low}.")
+
+
+def _check_seed(seed: int) -> None:
+    _check_count("seed", seed, 0)
+    if seed >= 2**63:
+        raise ConfigError(f"seed={seed!r} is out of range. Allowed: [0, 2**63).")
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -54,17 +64,24 @@ class DropoutConfig:
     mask_sharing: "position" draws fresh masks for each position, "round" one set per verification, "fixed" one set.
     noise: how path tokens are sampled at temperature > 0: "shared" Gumbel noise (p_drop=0 is then exactly lossless)
     or "independent" noise per path (biased towards the draft; for comparison only).
+    heads: "full" projects every path on the whole vocabulary; "shortlist" on the shortlist_size likeliest tokens of the
+    plain head, with the mass behind them carried as one more token. Sampled rows, rows with processed logits, heads
+    that show no weight and drafters without a distribution are always done in full.
     """
 
     num_paths: int = 5
     p_drop: float | Literal["auto"] = 0.3
     mask_sharing: MaskSharing = "position"
     noise: Noise = "shared"
+    heads: Heads = "full"
+    shortlist_size: int = 1024
 
     def __post_init__(self) -> None:
         _check_count("num_paths", self.num_paths, 1)
         check_choice("mask_sharing", self.mask_sharing, ("position", "round", "fixed"))
         check_choice("noise", self.noise, ("shared", "independent"))
+        check_choice("heads", self.heads, ("full", "shortlist"))
+        _check_count("shortlist_size", self.shortlist_size, 2)
         if isinstance(self.p_drop, str):
             check_choice("p_drop", self.p_drop, ("auto",))
         else:
@@ -120,9 +137,9 @@ class SamplingParams:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} is not allowed. Give a positive number.")
         if self.draft_length is not None:
             _check_count("draft_length", self.draft_length, 0)
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed!r} is out of range. Allowed: [0, 2**63), or None.")
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
+        if self.seed is not None:
+            _check_seed(self.seed)
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop={self.stop!r} is not allowed. Give a tuple of strings that are not empty.")
 
     @property
@@ -159,7 +176,6 @@ class EngineConfig:
         _check_count("draft_length", self.draft_length, 0)
         _check_count("max_batch", self.max_batch, 1)
         check_choice("correction", self.correction, ("plain", "centroid", "head1", "mode"))
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed!r} is out of range. Allowed: [0, 2**63).")
+        _check_seed(self.seed)
         if self.max_length is not None:
             _check_count("max_length", self.max_length, 2)

@@ -7,6 +7,7 @@ Source: DropMatch (arXiv 2603.03333), Eq. 1-3, 5-7.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import LMHead
 from dropmatch.errors import ConfigError
 from dropmatch.ops.divergence import js_from_log_probs, js_point_mass, log_probs
@@ -80,11 +82,19 @@ class MCDropoutHead:
         self.tie: Tie = tie
         self.p_drop = float(config.p_drop)
         self.rows_asked = 0
+        self.can_shortlist = (
+            config.heads == "shortlist"
+            and config.shortlist_size < head.vocab_size
+            and isinstance(getattr(head, "weight", None), Tensor)
+        )
 
     def path_logits(self, hidden: Tensor, masks: Tensor) -> Tensor:
         """Logits of each path (Eq. 2-3). hidden: [M, d]; masks: [M, K, d] True = kept. Returns [M, K, V]."""
-        scale = 1.0 / (1.0 - self.p_drop)
-        return self.head(hidden[:, None, :] * (masks * scale).to(hidden.dtype))
+        return self.head(self._dropped(hidden, masks))
+
+    def _dropped(self, hidden: Tensor, masks: Tensor) -> Tensor:
+        """Each path's input of the head (Eq. 2). hidden: [M, d]; masks: [M, K, d]. Returns [M, K, d]."""
+        return hidden[:, None, :] * (masks * (1.0 / (1.0 - self.p_drop))).to(hidden.dtype)
 
     def keyed_logits(self, hidden: Tensor, keys: Tensor) -> Tensor:
         """Logits of each path under the keyed masks. hidden: [M, d]; keys: [M, 3]. Returns [M, K, V]."""
@@ -132,6 +142,41 @@ class MCDropoutHead:
             parts.append(HeadEnsemble(tokens, majority, votes, js_heads, js_draft, centroid if keep_centroid else None))
         return parts[0] if len(parts) == 1 else _concatenate(parts)
 
+    def ask_shortlist(
+        self, hidden: Tensor, keys: Tensor, plain: Tensor, draft_log_probs: Tensor | None, *, with_js: bool
+    ) -> HeadEnsemble:
+        """Ask all paths about the likeliest tokens only. Greedy rows with unprocessed logits.
+
+        hidden: [M, d]; keys: [M, 3]; plain: [M, V] logits of the undropped head; draft_log_probs: [M, V] or None.
+        What lies behind the shortlist is one more token. Its mass under a path is the plain one times what dropout did
+        to the mass of the shortlist's less likely half.
+        """
+        self.rows_asked += len(hidden)
+        rows = HeadRows.of(self.head)
+        plain = plain.float()
+        best = plain.topk(self.config.shortlist_size, dim=-1)  # [M, S]
+        masks = dropout_masks(keys, self.config.num_paths, hidden.shape[-1], self.p_drop)
+        paths = rows.project(self._dropped(hidden, masks), best.indices).float()  # [M, K, S]
+        centroid = paths.mean(1)
+        tokens = best.indices.gather(-1, paths.argmax(-1))  # [M, K]
+        votes_at = centroid.gather(-1, paths.argmax(-1))
+        majority, votes = majority_vote(tokens, votes_at, self.tie)
+        js_heads, js_draft = None, None
+        if with_js:
+            behind = _log_rest(plain.logsumexp(-1), best.values.logsumexp(-1))  # [M]
+            half = best.values.shape[-1] // 2
+            likely = best.values[:, half:].logsumexp(-1)
+            path_rest = behind[:, None] + paths[:, :, half:].logsumexp(-1) - likely[:, None]
+            centroid_rest = behind + centroid[:, half:].logsumexp(-1) - likely
+            draft = None
+            if draft_log_probs is not None:
+                listed = draft_log_probs.gather(-1, best.indices)
+                draft = _with_rest(listed, _log_rest(torch.zeros_like(behind), listed.logsumexp(-1)))
+            js_heads, js_draft = self._divergences(
+                _with_rest(paths, path_rest), _with_rest(centroid, centroid_rest), draft
+            )
+        return HeadEnsemble(tokens, majority, votes, js_heads, js_draft, None)
+
     def _divergences(self, logits: Tensor, centroid: Tensor, draft: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Row by row on a CPU, where one path's logits then stay in cache; at once elsewhere."""
         if self.p_drop == 0.0:  # all paths are the plain head; rounding must not make a radius of them
@@ -150,6 +195,17 @@ class MCDropoutHead:
             if js_draft is not None and draft is not None:
                 js_draft[rows] = js_from_log_probs(draft[rows], log_c, c)
         return js_heads, js_draft
+
+
+def _log_rest(log_total: Tensor, log_part: Tensor) -> Tensor:
+    """log(exp(log_total) - exp(log_part)), at least e^-30 of the total, below what float32 can tell from nothing."""
+    share = (log_part - log_total).exp().clamp(max=1.0)
+    return log_total + (1.0 - share).clamp(min=math.exp(-30.0)).log()
+
+
+def _with_rest(listed: Tensor, rest: Tensor) -> Tensor:
+    """Append the mass behind a shortlist as one more logit. listed: [..., S]; rest: [...]."""
+    return torch.cat([listed, rest[..., None]], dim=-1)
 
 
 def _concatenate(parts: list[HeadEnsemble]) -> HeadEnsemble:

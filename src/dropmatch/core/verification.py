@@ -192,15 +192,24 @@ class Verification:
         row, node = parents // N, parents % N
         has_distribution = self.tree.child_logits is not None
         keep_centroid = self._with_centroid_prob or (self._with_js and not has_distribution)
-        heads = self.head(
-            self.hidden[row, node],
-            self._mask_keys(row, node),
-            pick=self._picker(row, node),
-            process=None if self._paths is None else lambda logits, index: self._process(logits, parents[index]),
-            with_js=self._with_js,
-            draft_log_probs=(lambda index: self.draft_log_probs(row[index], node[index])) if has_distribution else None,
-            keep_centroid=keep_centroid,
-        )
+        if self.head.can_shortlist and self._paths is None and not self.sampling.any_sampled and not keep_centroid:
+            heads = self.head.ask_shortlist(
+                self.hidden[row, node],
+                self._mask_keys(row, node),
+                self.target_logits[row, node],
+                self.draft_log_probs(row, node) if has_distribution and self._with_js else None,
+                with_js=self._with_js,
+            )
+        else:
+            heads = self.head(
+                self.hidden[row, node],
+                self._mask_keys(row, node),
+                pick=self._picker(row, node),
+                process=None if self._paths is None else lambda logits, index: self._process(logits, parents[index]),
+                with_js=self._with_js,
+                draft_log_probs=(lambda i: self.draft_log_probs(row[i], node[i])) if has_distribution else None,
+                keep_centroid=keep_centroid,
+            )
         tokens = self.tree.tokens[b, n]
         ensemble.tokens[b, n] = heads.tokens[child]
         ensemble.majority[b, n] = heads.majority[child]
