@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,30 @@ def test_eos_of_the_model_ends_a_row_and_an_empty_tuple_ignores_it(exact: dropma
     assert exact.generate(PROMPT, max_new_tokens=12, eos_ids=()).tokens == tokens
 
 
+def test_an_eos_id_that_the_model_does_not_have_does_no_harm(exact: dropmatch.Decoder) -> None:
+    """Such ids come with configs of padded vocabularies; with min_new_tokens they raised an IndexError."""
+    done = exact.generate(PROMPT, max_new_tokens=8, min_new_tokens=4, eos_ids=(5000, -1))
+    assert done.tokens == exact.generate(PROMPT, max_new_tokens=8, eos_ids=()).tokens
+
+
+def test_threads_may_share_a_decoder(exact: dropmatch.Decoder) -> None:
+    prompts = [PROMPT, "a train", "def area(width, height)", "the harbour"]
+    expected = [exact.generate(prompt, max_new_tokens=20).tokens for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda prompt: exact.generate(prompt, max_new_tokens=20).tokens, prompts * 3))
+    assert got == expected * 3
+
+
+def test_a_processor_that_raises_leaves_the_decoder_usable(exact: dropmatch.Decoder) -> None:
+    def fail(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+    expected = exact.generate(PROMPT, max_new_tokens=8).tokens
+    with pytest.raises(RuntimeError, match="on purpose"):
+        exact.run([PROMPT, "a train"], SamplingParams(processors=(fail,)))
+    assert exact.generate(PROMPT, max_new_tokens=8).tokens == expected
+
+
 def test_params_and_options_go_together(decoder: dropmatch.Decoder) -> None:
     params = SamplingParams(max_new_tokens=50, temperature=1.0, seed=3)
     done = decoder.generate(PROMPT, params, max_new_tokens=9)
@@ -280,6 +305,14 @@ def test_params_and_options_go_together(decoder: dropmatch.Decoder) -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": "END"}, "tuple of strings"),
+        ({"stop": None}, "tuple of strings"),
+        ({"temperature": None}, "temperature=None is not allowed. Give a number"),
+        ({"top_p": "0.9"}, "top_p='0.9' is not allowed. Give a number"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**63}, "seed=.* out of range"),
+        ({"suppress_tokens": (320,)}, "suppress_tokens has 320"),
+        ({"suppress_tokens": (-1,)}, "suppress_tokens has -1"),
         ({"rule": "js-div"}, "Did you mean 'js'"),
     ],
 )

@@ -22,6 +22,7 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
     TopKLogitsWarper,
+    WatermarkingConfig,
 )
 from transformers.generation import MaxLengthCriteria, MinNewTokensLengthLogitsProcessor
 
@@ -110,6 +111,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forced_eos_token_id": {"forced_eos_token_id": 7},
     "max_length": {"max_length": 29, "max_new_tokens": None},
     "max_new_tokens of 1": {"max_new_tokens": 1},
+    "renormalize_logits": {"renormalize_logits": True, "suppress_tokens": [122]},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.5)},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "no cache": {"use_cache": False},
+    "max_time": {"max_time": 1000.0},
     "all together": {
         "repetition_penalty": 1.2,
         "no_repeat_ngram_size": 3,
@@ -323,6 +329,17 @@ def test_a_seed_of_the_decoder_fixes_sampling(world: SimpleNamespace) -> None:
     decode = dropmatch.hf.decoder(draft=world.draft, rule="exact", seed=3)
     options = {"do_sample": True, "custom_generate": decode}
     assert torch.equal(plain(world, inputs(world), **options), plain(world, inputs(world), **options))
+
+
+def test_sampling_by_the_exact_rule_depends_neither_on_drafter_nor_on_draft_length(world: SimpleNamespace) -> None:
+    ids = inputs(world, *PROMPTS)
+    outputs = set()
+    for draft in (world.draft, world.stranger, "ngram"):
+        for draft_length in (1, 3, 8):
+            decode = dropmatch.hf.decoder(draft=draft, rule="exact", draft_length=draft_length, seed=11)
+            out = plain(world, ids, custom_generate=decode, do_sample=True, temperature=1.5, top_p=0.9)
+            outputs.add(tuple(out.flatten().tolist()))
+    assert len(outputs) == 1
 
 
 SEED, NUM_ROWS, MIN_P_VALUE = 20, 1200, 1e-4

@@ -105,6 +105,9 @@ class SpeculativeEngine:
             raise ConfigError(
                 f"Prompt token id {bad} is outside the target's vocabulary [0, {self.target.vocab_size})."
             )
+        bad = next((t for t in params.suppress_tokens if not 0 <= t < self.target.vocab_size), None)
+        if bad is not None:
+            raise ConfigError(f"suppress_tokens has {bad}; the target's vocabulary is [0, {self.target.vocab_size}).")
         if params.stop and self.decode is None:
             raise ConfigError("stop strings need a tokenizer. Build the engine with decode=tokenizer.decode.")
         room = params.max_new_tokens

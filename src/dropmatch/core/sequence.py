@@ -116,7 +116,7 @@ class Row:
             logits = penalize_repetition(logits, ids, params.repetition_penalty)
         masked = list(params.suppress_tokens)
         if len(ids) - self.prompt_length < params.min_new_tokens:
-            masked += self.eos_ids
+            masked += [eos for eos in self.eos_ids if 0 <= eos < logits.shape[-1]]
         if masked:
             logits = logits.index_fill(-1, torch.tensor(masked, device=logits.device), float("-inf"))
         for processor in params.processors:

@@ -293,7 +293,7 @@ def _criteria(stopping_criteria: Any, config: Any) -> tuple[list[Callable[..., T
 
 def _eos_ids(config: Any) -> tuple[int, ...]:
     given = config.eos_token_id
-    return tuple(int(eos) for eos in (given if isinstance(given, list) else [given]) if eos is not None)
+    return tuple(int(eos) for eos in (given if isinstance(given, list | tuple) else [given]) if eos is not None)
 
 
 def _padding_id(config: Any, *, has_criteria: bool, num_rows: int) -> int:
