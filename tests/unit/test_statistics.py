@@ -27,6 +27,7 @@ from dropmatch.core.sequence import Row
 from dropmatch.core.verification import RowSampling, Verification
 from dropmatch.core.verify import decide, judge
 from dropmatch.drafters.draft_model import DraftModelDrafter
+from dropmatch.errors import ConfigError
 from dropmatch.ops.random import Purpose
 from dropmatch.ops.sampling import restrict
 from scripted import ScriptedModel
@@ -262,3 +263,16 @@ def test_rejection_sampling_of_its_own_distribution_keeps_everything(seed: int, 
     v = verify(model, [row], tree)
     verdict = decide(v, judge(v, [RejectionSampling()]), [RejectionSampling()])
     assert int(verdict.num_accepted) == L
+
+
+def test_sampled_siblings_are_refused_rather_than_biased() -> None:
+    row = make_row([1, 2], SamplingParams(temperature=1.0))
+    tree = DraftTree.tree(
+        torch.tensor([[2, 3, 4]]),
+        torch.tensor([[-1, 0, 0]]),
+        child_logits=torch.zeros(1, 3, 16),
+        is_sampled=torch.tensor([True]),
+    )
+    v = verify(ScriptedModel(), [row], tree)
+    with pytest.raises(ConfigError, match="siblings that were sampled"):
+        RejectionSampling().judge(v, torch.tensor([[False, True, True]]))

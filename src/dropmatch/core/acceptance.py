@@ -204,6 +204,11 @@ class RejectionSampling:
         return codes
 
     def _ratio_test(self, v: Verification, ask: Tensor) -> Tensor:
+        if not v.tree.is_chain and bool(v.tree.is_sampled.any()):
+            raise ConfigError(
+                "Rule 'lossless' cannot judge siblings that were sampled. Let the drafter rank a tree's tokens "
+                "(is_sampled=False), or draft a chain."
+            )
         B, N = ask.shape
         row = torch.arange(B, device=ask.device)
         p = v.sampling.warp(v.target_logits.flatten(0, 1), row.repeat_interleave(N)).softmax(-1).view(B, N, -1)
