@@ -208,6 +208,25 @@ def test_a_criterion_that_stops_after_seven_tokens_sees_no_overshoot(world: Simp
     assert out.shape[1] == length
 
 
+class PrefersOdd(LogitsProcessor):
+    """Breaks ties by less than bfloat16 can hold."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + 1e-3 * (torch.arange(scores.shape[1]) % 2)
+
+
+def test_processors_of_a_bfloat16_model_work_in_float32(world: SimpleNamespace) -> None:
+    """As in `generate`. What they gave was rounded back to bfloat16, so that small penalties were lost."""
+    model = copy.deepcopy(world.target).bfloat16()
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[0::2]  # every logit is there twice
+    pair = SimpleNamespace(target=model, draft=world.draft)
+    options = {"logits_processor": [PrefersOdd()], "eos_token_id": None, "max_new_tokens": 10}
+    out = fast(pair, inputs(world), **options)
+    assert torch.equal(out, plain(pair, inputs(world), **options))
+    assert bool((out[0, -10:] % 2 == 1).all())
+
+
 def test_a_length_criterion_of_the_caller_holds(world: SimpleNamespace) -> None:
     """It was taken for the one that `generate` makes itself, and dropped."""
     ids = inputs(world)

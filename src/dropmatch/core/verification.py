@@ -94,7 +94,8 @@ class RowSampling:
         row[m] and then paths[m]."""
         if not self.any_processed:
             return logits
-        logits = logits.clone()
+        # at least float32, as transformers has it: in bfloat16 a small penalty would be rounded away
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for m, (b, path) in enumerate(zip(row, paths, strict=True)):
             if self.rows[b].needs_processing:
                 block = logits[m] if logits.dim() == 3 else logits[m : m + 1]

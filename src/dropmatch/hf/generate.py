@@ -321,7 +321,7 @@ def _with_padding(processor: Callable[..., Tensor], padding: Tensor) -> Callable
 
     def process(ids: Tensor, logits: Tensor) -> Tensor:
         full = torch.cat([padding.to(ids.device).expand(len(ids), -1), ids], dim=-1)
-        return processor(full, logits.float()).to(logits.dtype)
+        return processor(full, logits.float())
 
     return process
 
