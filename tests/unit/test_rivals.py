@@ -8,10 +8,12 @@ target's does from the expected one is told apart by many orders of magnitude (C
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,12 +176,12 @@ def test_lenience_keeps_greedily_from_a_share_of_the_best_on() -> None:
     ],
 )
 def test_top_k_asks_for_rank_and_distance_and_ratio(rule: TopK, x: int, is_kept: bool) -> None:
-    assert (_one(rule, [0.5, 0.3, 0.15, 0.05], x) is Reason.TOPK) == is_kept
+    assert (_one(rule, [0.5, 0.3, 0.15, 0.05], x) is Reason.TOP_K) == is_kept
     assert _one(rule, [0.5, 0.3, 0.15, 0.05], 0) is Reason.EXACT
 
 
 def test_top_k_lets_equal_tokens_share_a_rank() -> None:
-    assert _one(TopK(2), [0.4, 0.2, 0.2, 0.2], 3) is Reason.TOPK
+    assert _one(TopK(2), [0.4, 0.2, 0.2, 0.2], 3) is Reason.TOP_K
 
 
 @pytest.mark.parametrize("logits", [[2.0, 1.8 + NUDGE, 1.0], [2.0, 1.8 - NUDGE, 1.0]])
@@ -190,6 +192,12 @@ def test_mars_keeps_the_second_token_above_a_ratio_of_raw_logits(logits: list[fl
     assert (_one(MARS(0.9), [], 1, logits=logits, params=hot) is Reason.REJECTED) == (expected is Reason.REJECTED)
     assert _one(MARS(0.9), [], 0, logits=logits) is Reason.EXACT
     assert _one(MARS(0.1), [], 2, logits=logits) is Reason.REJECTED  # never the third
+
+
+def test_mars_refuses_at_the_very_threshold() -> None:
+    """2 and 1 are exact in float32."""
+    assert _one(MARS(0.5), [], 1, logits=[2.0, 1.0, 0.0]) is Reason.REJECTED
+    assert _one(MARS(0.5 - NUDGE), [], 1, logits=[2.0, 1.0, 0.0]) is Reason.MARS
 
 
 def test_mars_needs_a_positive_best_logit() -> None:
@@ -433,6 +441,18 @@ def test_neutral_settings_are_rejection_sampling_draw_by_draw(rule: AcceptanceRu
     assert 0 < int(verdict.num_accepted.sum()) < 200 * (len(CHAIN) - 1)
 
 
+@pytest.mark.parametrize("rule", [Lenience(1.0), Diversed(1.0), Cactus(0.0), FLy(math.log(3))], ids=str)
+def test_a_token_that_was_ranked_counts_as_a_point_mass_in_sampled_rows(rule: AcceptanceRule) -> None:
+    """A recorded distribution that the tokens were not drawn from must not enter the ratio or the residual."""
+    drawn = _batch(200, params=SAMPLED)
+    tree = DraftTree.chain(drawn.tree.tokens, torch.full((200,), len(CHAIN)), drawn.tree.child_logits)
+    v = Verification(tree, drawn.hidden, TARGET.head(drawn.hidden), drawn.sampling, drawn.head, with_js=False)
+    codes = _codes(rule, v)
+    assert torch.equal(codes, _codes(RejectionSampling(), v))
+    verdict, expected = (decide(v, codes, [r] * 200) for r in (rule, RejectionSampling()))
+    assert torch.equal(verdict.next_token, expected.next_token)
+
+
 def test_fly_without_a_rejection_to_forgive_is_lossless_greedy() -> None:
     v = _batch()
     assert torch.equal(_codes(FLy(math.log(3)), v), _codes(TargetMatch(), v))
@@ -578,6 +598,19 @@ def test_sglang_defaults_reproduce_the_target_on_a_tree() -> None:
     assert set(verdict.num_accepted.tolist()) == {0, 1, 2}
 
 
+def test_sglang_counts_a_repeated_sibling_once() -> None:
+    """A token that was refused must not be tried again with its mass doubled. Seed 1; false alarm 1e-4."""
+    params = [SamplingParams(temperature=1.0, seed=1, stream=stream) for stream in range(DRAWS)]
+    tree = DraftTree.tree(
+        torch.tensor([[0, 2, 2, 1]]).expand(DRAWS, -1), torch.tensor([[-1, 0, 0, 0]]).expand(DRAWS, -1)
+    )
+    v = _scripted(P4.log().expand(DRAWS, 4, -1), tree, params)
+    verdict = decide(v, judge(v, [SGLang()] * DRAWS), [SGLang()] * DRAWS)
+    kept = tree.tokens[torch.arange(DRAWS), verdict.path[:, -1]]
+    first = torch.where(verdict.num_accepted > 0, kept, verdict.next_token)
+    assert _p_value(first.bincount(minlength=4), P4) > FALSE_ALARM
+
+
 # --- batches, trees, composition ---
 
 
@@ -686,7 +719,7 @@ def test_the_engine_runs_every_rule_by_name(name: str, temperature: float) -> No
 
 
 def _reason_of(name: str) -> Reason:
-    return Reason[{"token-v3": "TOKEN_V3", "top-k": "TOPK"}.get(name, name.upper())]
+    return Reason[name.upper().replace("-", "_")]
 
 
 # --- names and options ---
@@ -768,6 +801,18 @@ def test_values_out_of_range_are_refused_in_python_too(build: object) -> None:
 def test_unknown_errors_are_of_their_kind() -> None:
     with pytest.raises(UnknownNameError):
         make_rule("typical(epz=1)")
+
+
+def test_the_document_lists_every_rule_with_its_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for name in rule_names():
+        assert any(f"`{name}`" in row.split("|")[1] for row in rows), name
+    for name, rule in RIVALS.items():
+        row = next(row for row in rows if row.startswith(f"| `{name}`"))
+        for option in dataclasses.fields(rule):
+            shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
+            assert f"{option.name}={shown}" in row, (name, option.name)
 
 
 def test_every_rule_names_its_formula_and_source() -> None:

@@ -24,7 +24,7 @@ class Reason(IntEnum):
     RECOVERED = 7
     TYPICAL = 8
     LENIENCE = 9
-    TOPK = 10
+    TOP_K = 10
     SGLANG = 11
     MARS = 12
     FLY = 13

@@ -276,7 +276,7 @@ class TopK(_Rival):
     ratio: float = _number(0.0)
 
     def judge(self, v: Verification, ask: Tensor) -> Tensor:
-        return _by_test(v, ask, Reason.TOPK, self._test)
+        return _by_test(v, ask, Reason.TOP_K, self._test)
 
     def _test(self, logits: Tensor, token: Tensor, b: Tensor, node: Tensor) -> Tensor:
         p = logits.softmax(-1)
@@ -308,6 +308,11 @@ class SGLang(_Rival):
         prob = torch.zeros(B, N, device=ask.device)
         b, n = (v.tree.valid & ask.any(-1, keepdim=True)).nonzero(as_tuple=True)
         prob[b, n] = _at(_target_logits(v, b, v.parent[b, n]).softmax(-1), v.tree.tokens[b, n])
+        tokens, parents = v.tree.tokens, v.tree.parents
+        same = (tokens[:, :, None] == tokens[:, None]) & (parents[:, :, None] == parents[:, None])
+        prob.masked_fill_(
+            (same & v.tree.valid[:, None]).tril(-1).any(-1), 0.0
+        )  # a sibling's repetition, which was tried already
         keys = v.sampling.keys(row.repeat_interleave(N), v.positions.flatten())
         coin = uniform(keys, 1, Purpose.ACCEPT).view(B, N)  # of each node's children
         tried = torch.zeros(B, N, device=ask.device)  # P of each node so far
@@ -372,10 +377,9 @@ class FLy(_Rival):
         native = _matches(v, drafted) + _by_chance(v, drafted, "fly", Reason.FLY, lambda p, q: p / q.clamp(min=_TINY))
         b, n = (ask & (native == 0)).nonzero(as_tuple=True)
         window = torch.tensor([self._window(row.draft_length) for row in v.sampling.rows], device=ask.device)[b]
-        end = n + window
         agreed = (native > 0).cumsum(-1)
-        last = drafted.sum(-1)[b]
-        resumes = (end <= last) & (agreed[b, end.clamp(max=ask.shape[1] - 1)] - agreed[b, n] == window)
+        end = (n + window).clamp(max=ask.shape[1] - 1)  # a window past the draft counts too few
+        resumes = agreed[b, end] - agreed[b, n] == window
         b, n = b[resumes], n[resumes]
         logits = _target_logits(v, b, v.parent[b, n])
         top = logits.softmax(-1).topk(min(_FLY_TOP, logits.shape[-1]), dim=-1).values
@@ -397,10 +401,11 @@ class Diversed(_Rival):
 
     Temperature > 0 (chains): u < 1 - w + w p(x)/q(x), after a rejection a draw from (p - q)+, so that the outputs
     follow v. Temperature 0 (trees too): x = argmax v, and after a rejection argmax v is emitted, as transformers does;
-    the bonus token is the target's. w = 1 is lossless. The source sets no default; ours is 0.5. arXiv 2604.07622; in
-    transformers as assistant_ensemble_weight. (The paper's dynamic weight is trained, and not here.)"""
+    the bonus token is the target's. w = 1 is lossless. The source sets no default; ours is 0.7, since at 0.5 a sure
+    target and a sure drafter tie. arXiv 2604.07622; in transformers as assistant_ensemble_weight. (The paper's dynamic
+    weight is trained, and not here.)"""
 
-    weight: float = _number(0.5)
+    weight: float = _number(0.7)
 
     def judge(self, v: Verification, ask: Tensor) -> Tensor:
         greedy = _by_test(
@@ -474,9 +479,9 @@ class Cactus(_Rival):
     def next_token(self, v: Verification, node: Tensor) -> Tensor:
         def residual(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
             own = _at(p, token)
-            raised = self._raised(own)
-            h = p * ((1.0 - raised) / (1.0 - own).clamp(min=_TINY))[:, None]
-            return h.scatter(-1, token[:, None], raised[:, None]) - q
+            # h of the other tokens; x was refused, so h(x) < q(x) and nothing is left of it
+            h = p * ((1.0 - self._raised(own)) / (1.0 - own).clamp(min=_TINY))[:, None]
+            return h.scatter(-1, token[:, None], 0.0) - q
 
         return _next_of_chain(v, node, residual)
 
