@@ -19,6 +19,7 @@ import pytest
 import dropmatch.api
 import tiny
 from dropmatch.cli import main
+from dropmatch.core.acceptance import rule_names
 from dropmatch.hf.pairs import Pair
 
 PROMPT = "why is the sky blue"
@@ -154,6 +155,13 @@ def test_reasons_are_shown_with_a_legend(generate: Command) -> None:
     assert done.code == 0
     assert "kept because: exact js majority" in done.out
     assert done.out.startswith(generate(PROMPT, "-n", "20").out.split("\n")[0][:5])
+
+
+@pytest.mark.parametrize("rule", [name for name in rule_names() if name not in ("js", "majority", "head", "exact")])
+def test_every_rule_can_be_named_and_its_reasons_shown(generate: Command, rule: str) -> None:
+    done = generate(PROMPT, "-n", "6", "--rule", rule, "--show-reasons")
+    assert done.code == 0, done.err
+    assert "kept because:" in done.out
 
 
 def test_a_stop_string_ends_the_text(generate: Command) -> None:
