@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.config import DropoutConfig, EngineConfig, Heads, SamplingParams, check_choice
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
 from dropmatch.core.engine import Chunk, SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
@@ -31,13 +31,14 @@ from dropmatch.drafters.ngram import NgramDrafter
 from dropmatch.drafters.random_tokens import RandomDrafter
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import settle_p_drop
+from dropmatch.hf.int4 import quantize_int4
 from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | Tensor
-
+DraftWeights = Literal["own", "int4"]
 
 _MODEL_FREE = ("none", "ngram", "random")
 
@@ -172,7 +173,10 @@ def load(
     rule_options: RuleOptions | None = None,
     num_paths: int = 5,
     p_drop: float | Literal["auto"] = 0.3,
+    heads: Heads = "full",
     draft_length: int = 5,
+    draft_weights: DraftWeights = "own",
+    min_confidence: float = 0.0,
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     device_map: Any = None,
@@ -184,6 +188,8 @@ def load(
     target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
     reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto".
+    heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
+    rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
     dtype: "auto" takes the checkpoint's; device: "auto" takes CUDA if there is one; device_map: as for transformers.
     Rows end at the last position that both models have.
     Raises ConfigError, UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
@@ -192,13 +198,16 @@ def load(
         raise ConfigError("rule_options go with a rule by name. Give the rule object the options it needs.")
     made_rule = make_rule(rule, rule_options) if isinstance(rule, str) else rule
     config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
-    dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
+    dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop, heads=heads)
+    check_choice("draft_weights", draft_weights, ("own", "int4"))
     if target in PAIRS:
         pair = ensure_pair(target)
         target = str(pair.target)
         draft = draft or (str(pair.draft) if pair.draft is not None else "ngram")
     draft = draft or "ngram"
     tokenizer = load_tokenizer(target)
+    if draft in _MODEL_FREE and (draft_weights != "own" or min_confidence != 0.0):
+        raise ConfigError(f"draft_weights and min_confidence are for draft models, and draft={draft!r} has no weights.")
     if draft not in _MODEL_FREE:
         check_tokenizers(tokenizer, load_tokenizer(draft))
     target_model = HFModel(load_model(target, dtype=dtype, device=device, device_map=device_map))
@@ -211,8 +220,11 @@ def load(
     elif draft == "random":
         drafter = RandomDrafter(target_model.device, target_model.vocab_size)
     else:
-        draft_model = HFModel(load_model(draft, dtype=dtype, device=device, device_map=device_map))
-        drafter = DraftModelDrafter(draft_model, target_model.vocab_size)
+        own_draft = load_model(draft, dtype=dtype, device=device, device_map=device_map)
+        if draft_weights == "int4":
+            quantize_int4(own_draft)
+        draft_model = HFModel(own_draft)
+        drafter = DraftModelDrafter(draft_model, target_model.vocab_size, min_confidence=min_confidence)
         positions.append(draft_model.max_positions)
     return Decoder(
         target_model,
@@ -251,7 +263,9 @@ def _with_own_cache(model: HFModel) -> HFModel:
 def _with_own_state(drafter: Drafter | None) -> Drafter | None:
     """The same drafter without any rows. One that is not ours is taken as it is."""
     if isinstance(drafter, DraftModelDrafter) and isinstance(drafter.model, HFModel):
-        return DraftModelDrafter(_with_own_cache(drafter.model), drafter.vocab_size)
+        return DraftModelDrafter(
+            _with_own_cache(drafter.model), drafter.vocab_size, min_confidence=drafter.min_confidence
+        )
     return copy.deepcopy(drafter) if isinstance(drafter, NgramDrafter) else drafter
 
 

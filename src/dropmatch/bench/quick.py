@@ -51,6 +51,9 @@ def run_quick(
     max_new_tokens: int,
     num_paths: int,
     p_drop: float | Literal["auto"],
+    heads: str,
+    draft_weights: str,
+    min_confidence: float,
     repeats: int,
     with_peers: bool,
     dtype: str,
@@ -58,7 +61,17 @@ def run_quick(
     output: Path,
 ) -> dict[str, Any]:
     """Time all arms on all items and write the results file. Returns what was written."""
-    decoder = dropmatch.load(target, draft, num_paths=num_paths, p_drop=p_drop, dtype=dtype, device=device)
+    decoder = dropmatch.load(
+        target,
+        draft,
+        num_paths=num_paths,
+        p_drop=p_drop,
+        heads=heads,  # type: ignore[arg-type]  # checked by load
+        draft_weights=draft_weights,  # type: ignore[arg-type]
+        min_confidence=min_confidence,
+        dtype=dtype,
+        device=device,
+    )
     arms = _own_arms(decoder, lengths, max_new_tokens)
     if with_peers:
         arms += _peer_arms(decoder, lengths, max_new_tokens)
@@ -83,6 +96,9 @@ def run_quick(
             "max_new_tokens": max_new_tokens,
             "k": num_paths,
             "p_drop": decoder.dropout.p_drop,
+            "heads": heads,
+            "draft_weights": draft_weights,
+            "min_confidence": min_confidence,
             "repeats": repeats,
             "dtype": str(decoder.target.dtype),
             "items": [item.id for item in items],

@@ -20,7 +20,10 @@ def generate(
     p_drop: o.PDrop = "0.3",
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
+    heads: o.Heads = "full",
     draft_length: o.DraftLength = 5,
+    draft_weights: o.DraftWeights = "own",
+    min_confidence: o.MinConfidence = 0.0,
     max_new_tokens: o.MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
@@ -60,6 +63,9 @@ def generate(
         draft_length=draft_length,
         dtype=dtype,
         device=device,
+        heads=heads,
+        draft_weights=draft_weights,
+        min_confidence=min_confidence,
     )
     ids = decoder.encode(text, chat=chat)
     if as_json:

@@ -28,6 +28,11 @@ GuardRatio = Annotated[
     float, typer.Option(min=0, max=1, help="... or below this share of the target's best token (0: off).")
 ]
 DraftLength = Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Drafted tokens per round.")]
+Heads = Annotated[str, typer.Option(help="full, or shortlist: ask the dropout heads about likely tokens only.")]
+DraftWeights = Annotated[str, typer.Option(help="own, or int4: round the draft model's weights to 4 bits (CPU).")]
+MinConfidence = Annotated[
+    float, typer.Option(min=0, max=1, help="End a draft behind a token the draft model gives less (0: off).")
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
 Seed = Annotated[int, typer.Option(min=0, help="Keys dropout masks and sampling noise.")]
 DType = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -57,6 +62,9 @@ def load_decoder(
     draft_length: int,
     dtype: str,
     device: str,
+    heads: str = "full",
+    draft_weights: str = "own",
+    min_confidence: float = 0.0,
 ) -> Decoder:
     """`dropmatch.load` from command-line values, saying what "auto" chose."""
     import dropmatch
@@ -69,7 +77,10 @@ def load_decoder(
         rule_options=dropmatch.RuleOptions(**options),
         num_paths=k,
         p_drop=parse_p_drop(p_drop),
+        heads=heads,  # type: ignore[arg-type]  # checked where it is used
         draft_length=draft_length,
+        draft_weights=draft_weights,  # type: ignore[arg-type]
+        min_confidence=min_confidence,
         dtype=dtype,
         device=device,
     )
