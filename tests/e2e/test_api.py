@@ -503,3 +503,31 @@ def test_reasons_of_a_lossy_rule_are_of_its_own(decoder: dropmatch.Decoder) -> N
 def test_every_error_is_of_one_family() -> None:
     for error in (ConfigError, UnknownNameError, ModelNotFoundError, TokenizerMismatchError, UnsupportedModelError):
         assert issubclass(error, DropMatchError)
+
+
+def test_an_unsure_draft_model_drafts_less_and_changes_no_lossless_token(
+    pair: tiny.TinyPair, exact: dropmatch.Decoder
+) -> None:
+    cautious = dropmatch.load(str(pair.target), str(pair.draft), rule="exact", min_confidence=0.5)
+    params = dropmatch.SamplingParams(max_new_tokens=40, eos_ids=())
+    careful, usual = (decoder.run(["the harbour"], params) for decoder in (cautious, exact))
+    assert careful.generations[0].tokens == usual.generations[0].tokens
+    assert careful.stats.requests.drafted < usual.stats.requests.drafted
+
+
+def test_options_of_draft_models_are_refused_without_one(pair: tiny.TinyPair) -> None:
+    for options in ({"draft_weights": "int4"}, {"min_confidence": 0.5}):
+        with pytest.raises(dropmatch.DropMatchError, match="has no weights"):
+            dropmatch.load(str(pair.target), "ngram", **options)
+
+
+def test_int4_needs_a_bfloat16_draft_model(pair: tiny.TinyPair) -> None:
+    with pytest.raises(dropmatch.DropMatchError, match="must be bfloat16 on a CPU"):
+        dropmatch.load(str(pair.target), str(pair.draft), draft_weights="int4")
+
+
+def test_a_shortlist_is_passed_on_to_the_heads(pair: tiny.TinyPair) -> None:
+    decoder = dropmatch.load(str(pair.target), str(pair.draft), heads="shortlist")
+    assert decoder.engine().head.config.heads == "shortlist"
+    with pytest.raises(dropmatch.DropMatchError, match="Available: full, shortlist"):
+        dropmatch.load(str(pair.target), str(pair.draft), heads="short")
