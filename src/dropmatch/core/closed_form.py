@@ -64,8 +64,7 @@ class ExpectedHead(_ExpectedRule):
 
     def judge(self, v: Verification, ask: Tensor) -> Tensor:
         def is_kept(b: Tensor, n: Tensor) -> Tensor:
-            chance = _Contest(v, b, n).chance(0)
-            return any_head_chance(chance, v.head.config.num_paths) >= self.chance
+            return any_head_chance(head_chance(v, b, n), v.head.config.num_paths) >= self.chance
 
         return _judge(v, ask, Reason.EXPECTED_HEAD, is_kept)
 
@@ -142,6 +141,11 @@ class _Contest:
         others = [i for i in range(self._scores.shape[-1]) if i != index]
         margin = self._scores[:, index, None] - self._scores[:, others]
         return win_chance(margin, self._products[:, index, None] - self._products[:, others], self._p_drop)
+
+
+def head_chance(v: Verification, b: Tensor, n: Tensor) -> Tensor:
+    """Chance that one dropout head produces the drafted token at (b, n) [M]. Returns [M]."""
+    return _Contest(v, b, n).chance(0)
 
 
 def _is_bare(v: Verification, b: Tensor) -> Tensor:

@@ -34,14 +34,16 @@ def win_chance(margin: Tensor, rows: Tensor, p_drop: float, *, num_exact: int = 
         raise ShapeError(f"margin {tuple(margin.shape)} and rows {tuple(rows.shape)} do not name the same rivals.")
     margin, rows = margin.float(), rows.float()
     num_exact = min(num_exact, rows.shape[-1])
-    largest = rows.square().sum(-2).topk(num_exact, dim=-1).indices  # [..., E]
+    square, odds = rows.square(), p_drop / (1.0 - p_drop)
+    reach = odds * square.sum(-1) + margin.square()  # a rival out of reach has no say in which coordinates matter
+    largest = (square / reach.clamp(min=_TINY)[..., None]).sum(-2).topk(num_exact, dim=-1).indices  # [..., E]
     index = largest[..., None, :].expand(*rows.shape[:-1], num_exact)
     kept = _patterns(num_exact, rows.device)  # [2**E, E]
     noise = torch.where(kept, 1.0 / (1.0 - p_drop) - 1.0, -1.0)
     weight = torch.where(kept, 1.0 - p_drop, p_drop).prod(-1)  # [2**E]
     shift = noise @ rows.gather(-1, index).transpose(-1, -2)  # [..., 2**E, R]
     rest = rows.scatter(-1, index, 0.0)
-    covariance = p_drop / (1.0 - p_drop) * rest @ rest.transpose(-1, -2)  # [..., R, R]
+    covariance = odds * rest @ rest.transpose(-1, -2)  # [..., R, R]
     return (weight * orthant_chance(margin[..., None, :] + shift, covariance[..., None, :, :])).sum(-1)
 
 
