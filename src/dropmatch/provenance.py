@@ -35,7 +35,7 @@ def collect(argv: Sequence[str] | None = None, *, device: str | None = None) -> 
 
     commit, is_dirty = _git_state()
     return {
-        "command": shlex.join(sys.argv if argv is None else argv),
+        "command": _command(sys.argv if argv is None else argv),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "is_dirty": is_dirty,
@@ -48,6 +48,11 @@ def collect(argv: Sequence[str] | None = None, *, device: str | None = None) -> 
         "cpu": _cpu_model(),
         "platform": platform.platform(),
     }
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line as one would type it: the program by its name alone, wherever it is installed."""
+    return shlex.join([*(Path(program).name for program in argv[:1]), *argv[1:]])
 
 
 def _version(package: str) -> str | None:

@@ -23,6 +23,7 @@ def test_facts_are_whole_and_fit_json() -> None:
     facts = provenance.collect(["dropmatch", "demo", "--pair", "a b"], device="cpu")
     assert json.loads(json.dumps(facts)) == facts
     assert facts["command"] == "dropmatch demo --pair 'a b'"
+    assert provenance.collect(["/opt/bin/dropmatch", "demo"])["command"] == "dropmatch demo"
     assert facts["torch"] == torch.__version__
     assert facts["device"] == "cpu"
     assert facts["cpu"]

@@ -1,0 +1,83 @@
+"""Markdown tables in README and docs, written from results files so that no number is typed by hand.
+
+    python -m dropmatch.bench.tables README.md docs/results.md
+
+A table stands between `<!-- results:begin FILE -->` and `<!-- results:end -->`, FILE being a results file relative to
+the folder of the repository. Reads JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from dropmatch.errors import DataError
+
+_BLOCK = re.compile(r"(<!-- results:begin (\S+) -->\n).*?(<!-- results:end -->)", re.DOTALL)
+
+
+def render(text: str, root: Path) -> str:
+    """The text with every table made anew. root: the folder that the results files' names start from."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{table(root / match[2], match[2])}{match[3]}", text)
+
+
+def table(path: Path, name: str) -> str:
+    """The table of one results file. Raises DataError if it is missing or not of a known kind."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist. Run the command that makes it, or correct its name in the document.")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
+    if not isinstance(result, dict) or result.get("kind") != "bench-quick":
+        raise DataError(f"{path} is not a results file of `dropmatch bench quick`.")
+    return _quick(result, name)
+
+
+def _quick(result: dict[str, Any], name: str) -> str:
+    settings, provenance = result["settings"], result["provenance"]
+    has_peers = any("over_generate" in row for row in result["summary"].values())
+    ratios = ["over_generate", "over_plain", "over_lossless"][0 if has_peers else 1 :]
+    titles = {"over_generate": "over `generate`", "over_plain": "over plain", "over_lossless": "over lossless"}
+    head = ["", *(titles[ratio] for ratio in ratios), "tau", "head and rule / target", "lossy tokens"]
+    lines = [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
+    for arm, row in result["summary"].items():
+        cells = [arm]
+        cells += ["{median:.2f}x ({min:.2f}-{max:.2f})".format(**row[key]) if key in row else "" for key in ratios]
+        cells.append(f"{row['tau']:.2f}" if "tau" in row else "")
+        cells.append(f"{row['judge_over_target']:.1%}" if "judge_over_target" in row else "")
+        cells.append(f"{row['lossy_tokens']} of {row['emitted']}" if "lossy_tokens" in row else "")
+        lines.append(_row(cells))
+    options = [f"K={settings['k']}", f"p_drop={settings['p_drop']}"]
+    for key, default in (("heads", "full"), ("draft_weights", "own"), ("min_confidence", 0.0)):
+        if settings.get(key, default) != default:
+            options.append(f"{key}={settings[key]}")
+    draft = f" with {settings['draft']}" if settings["draft"] else ""
+    lines += [
+        "",
+        f"Speed ratios within one run: median over {len(settings['items'])} prompts (minimum-maximum), "
+        f"{settings['max_new_tokens']} tokens each, batch 1, whole calls with prefill. "
+        f"Pair: `{settings['target']}`{draft}; "
+        f"{settings['dtype'].removeprefix('torch.')}, {', '.join(options)}; {provenance['cpu']}, "
+        f"{provenance['num_threads']} threads, torch {provenance['torch']}. From `{name}`, made by",
+        f"`{provenance['command']}`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(paths: list[str]) -> None:
+    """Rewrite the tables of these documents in place."""
+    for path in map(Path, paths):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(render(text, Path.cwd()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Documents hold the tables that their results files give, and nothing typed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dropmatch.bench.tables import main, render, table
+from dropmatch.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+SPREAD = {"median": 1.5, "min": 1.0, "max": 2.0}
+RESULT = {
+    "kind": "bench-quick",
+    "settings": {
+        "target": "default",
+        "draft": None,
+        "max_new_tokens": 8,
+        "k": 5,
+        "p_drop": 0.3,
+        "heads": "shortlist",
+        "dtype": "torch.bfloat16",
+        "items": ["a", "b"],
+    },
+    "summary": {
+        "plain": {"over_plain": {"median": 1.0, "min": 1.0, "max": 1.0}},
+        "dropmatch L=5": {
+            "over_plain": SPREAD,
+            "over_lossless": SPREAD,
+            "tau": 4.25,
+            "judge_over_target": 0.125,
+            "lossy_tokens": 3,
+            "emitted": 16,
+        },
+    },
+    "provenance": {
+        "cpu": "A CPU",
+        "num_threads": 2,
+        "torch": "2.13.0",
+        "command": "dropmatch bench quick --data d/e",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_tables_in_the_documents_are_those_of_the_results_files(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "results:begin results/" in text
+    assert render(text, ROOT) == text
+
+
+def test_a_table_is_written_between_its_marks_and_the_rest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(RESULT))
+    document = tmp_path / "d.md"
+    document.write_text("before\n<!-- results:begin r.json -->\nold\n<!-- results:end -->\nafter\n")
+    monkeypatch.chdir(tmp_path)
+    main([str(document)])
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| dropmatch L=5 | 1.50x (1.00-2.00) | 1.50x (1.00-2.00) | 4.25 | 12.5% | 3 of 16 |" in text
+    assert "heads=shortlist" in text
+    assert "`dropmatch bench quick --data d/e`" in text
+    main([str(document)])
+    assert document.read_text() == text
+
+
+def test_missing_broken_and_foreign_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(DataError, match="does not exist"):
+        table(path, "r.json")
+    path.write_text('{"kind":\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        table(path, "r.json")
+    path.write_text('{"kind": "other"}')
+    with pytest.raises(DataError, match="is not a results file"):
+        table(path, "r.json")
