@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dropmatch.config import DropoutConfig, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, make_rule
-from dropmatch.core.closed_form import HeadRows, draft_divergence, head_chance, head_radius, radius
+from dropmatch.core.closed_form import draft_divergence, head_chance, head_radius, radius
 from dropmatch.core.head import MCDropoutHead
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.verification import Verification
 from dropmatch.core.verify import judge

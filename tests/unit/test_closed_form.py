@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, AnyOf, Guard, RuleOptions, TargetMatch, make_rule
-from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority, HeadRows, radius
+from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority, radius
 from dropmatch.core.engine import SpeculativeEngine
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import Verification
