@@ -1,6 +1,6 @@
 """How well the closed form of dropout agrees with sampling, on real hidden states.
 
-    python -m dropmatch.bench.closed_form --model smollm2-135m --text notes.txt --output results/agreement.json
+    python -m dropmatch.bench.closed_form --model smollm2-135m
 
 Positions of a text where drafter and target name different tokens are judged both ways: by the closed form, and by K
 sampled heads under many seeds. The drafter is --draft, or the target itself when it sees only the last --context
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dropmatch.core.closed_form import head_radius
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.head_rows import HeadRows
 from dropmatch.errors import ConfigError
+from dropmatch.hf.calibration import PROBE_TEXT
 from dropmatch.hf.head import HFHead
 from dropmatch.hf.loading import load_model, resolve_model
 from dropmatch.ops.closed_form import any_head_chance, win_chance
@@ -81,7 +83,7 @@ def measure(
         "samplings": seeds,
         "by_p_drop": by_rate,
         "auto_p_drop": _auto(head, states, num_paths),
-        "provenance": collect(device="cpu"),
+        "provenance": collect(["python", "-m", "dropmatch.bench.closed_form", *sys.argv[1:]], device="cpu"),
     }
 
 
@@ -180,16 +182,16 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="target: a folder, a packaged model or a hub id")
     parser.add_argument("--draft", help="drafter; without it the target itself with a short context")
-    parser.add_argument("--text", required=True, type=Path, help="a text file")
+    parser.add_argument("--text", type=Path, help="a text file (default: the built-in text of p_drop='auto')")
     parser.add_argument("--output", type=Path, default=Path("results/closed_form_agreement.json"))
     parser.add_argument("--context", type=int, default=12, help="tokens that the drafter sees (default 12)")
     parser.add_argument("--count", type=int, default=40, help="most positions judged (default 40)")
-    parser.add_argument("--characters", type=int, default=1500, help="of the text (default 1500)")
+    parser.add_argument("--characters", type=int, default=1500, help="of a text file (default 1500)")
     parser.add_argument("--k", type=int, default=5, help="heads per sampling (default 5)")
     parser.add_argument("--p-drop", type=float, nargs="+", default=[0.05, 0.3])
     parser.add_argument("--seeds", type=int, default=30, help="samplings per position (default 30)")
     options = parser.parse_args()
-    text = options.text.read_text(encoding="utf-8")[: options.characters]
+    text = PROBE_TEXT if options.text is None else options.text.read_text(encoding="utf-8")[: options.characters]
     result = measure(
         options.model,
         options.draft,
