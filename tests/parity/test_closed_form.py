@@ -164,8 +164,8 @@ def test_divergence_of_the_draft_is_the_definition() -> None:
 # --- real hidden states ---
 
 REAL_CHANCE_MEAN, REAL_CHANCE_WORST = {0.05: 0.02, 0.3: 0.04}, 0.15
-"""Against 1,000 heads over the whole vocabulary. 0.030 and 0.106 were seen on the 135M model at p = 0.3, whose heads often
-name a token outside the 32 rivals; below 0.02 everywhere else."""
+"""Against 1,000 heads over the whole vocabulary. 0.030 and 0.106 were seen on the 135M model at p = 0.3, whose heads
+often name a token outside the 32 rivals; below 0.02 everywhere else."""
 
 
 @pytest.mark.model
@@ -193,15 +193,13 @@ def test_chance_on_real_hidden_states(name: str, p_drop: float) -> None:
 
 def _real(name: str) -> tuple[Tensor, Tensor]:
     """Hidden states [24, d] and head [V, d] in float32."""
-    from transformers import AutoTokenizer
-
-    from dropmatch.hf.loading import load_model
+    from dropmatch.hf.loading import load_model, load_tokenizer
 
     folder: Path = cache_dir() / "models" / name
     if not folder.is_dir():
         pytest.skip(f"needs the weights of {name} in {folder}")
     model = load_model(folder, dtype="float32", device="cpu")
-    ids = AutoTokenizer.from_pretrained(folder)(PROBE_TEXT, return_tensors="pt")["input_ids"]
+    ids = load_tokenizer(folder)(PROBE_TEXT, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
     return hidden[torch.linspace(8, len(hidden) - 1, 24).long()].clone(), model.get_output_embeddings().weight.detach()

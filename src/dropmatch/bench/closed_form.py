@@ -27,7 +27,7 @@ from dropmatch.core.head_rows import HeadRows
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import PROBE_TEXT
 from dropmatch.hf.head import HFHead
-from dropmatch.hf.loading import load_model, resolve_model
+from dropmatch.hf.loading import load_model, load_tokenizer
 from dropmatch.ops.closed_form import any_head_chance, win_chance
 from dropmatch.ops.divergence import js_from_log_probs, log_probs
 from dropmatch.provenance import collect
@@ -49,9 +49,7 @@ def measure(
     seeds: int,
 ) -> dict[str, Any]:
     """All figures of one target. count: most positions; seeds: samplings of num_paths heads at each."""
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(resolve_model(target))(text, return_tensors="pt")["input_ids"]
+    ids = load_tokenizer(target)(text, return_tensors="pt")["input_ids"]
     model = load_model(target, dtype="float32", device="cpu")
     head = HFHead(model)
     hidden = _states(model, ids)[context - 1 :]
