@@ -34,6 +34,7 @@ from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.hf.int4 import quantize_int4
 from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
+from dropmatch.hf.packed import pack_linears
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
@@ -180,6 +181,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str = "auto",
     device_map: Any = None,
+    pack_weights: bool = True,
     max_batch: int = 32,
     seed: int = 0,
 ) -> Decoder:
@@ -190,6 +192,7 @@ def load(
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto".
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
+    pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.
     dtype: "auto" takes the checkpoint's; device: "auto" takes CUDA if there is one; device_map: as for transformers.
     Rows end at the last position that both models have.
     Raises ConfigError, UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
@@ -210,7 +213,10 @@ def load(
         raise ConfigError(f"draft_weights and min_confidence are for draft models, and draft={draft!r} has no weights.")
     if draft not in _MODEL_FREE:
         check_tokenizers(tokenizer, load_tokenizer(draft))
-    target_model = HFModel(load_model(target, dtype=dtype, device=device, device_map=device_map))
+    own_target = load_model(target, dtype=dtype, device=device, device_map=device_map)
+    if pack_weights:
+        pack_linears(own_target)
+    target_model = HFModel(own_target)
     positions = [target_model.max_positions]
     drafter: Drafter | None
     if draft == "none":
@@ -223,6 +229,8 @@ def load(
         own_draft = load_model(draft, dtype=dtype, device=device, device_map=device_map)
         if draft_weights == "int4":
             quantize_int4(own_draft)
+        elif pack_weights:
+            pack_linears(own_draft)
         draft_model = HFModel(own_draft)
         drafter = DraftModelDrafter(draft_model, target_model.vocab_size, min_confidence=min_confidence)
         positions.append(draft_model.max_positions)

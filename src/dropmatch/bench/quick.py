@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,6 +27,7 @@ from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.stats import EngineStats
 from dropmatch.drafters.draft_model import DraftModelDrafter
+from dropmatch.hf.loading import load_model
 from dropmatch.hf.model import HFModel
 from dropmatch.provenance import collect
 
@@ -133,10 +135,9 @@ def _own_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> 
 
 
 def _peer_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> list[Arm]:
-    """transformers' own generate and, where a draft model is loaded, assisted generation."""
-    import torch
-
-    model = decoder.target.model
+    """transformers' own generate and, where a draft model is loaded, assisted generation. The models are loaded anew,
+    as transformers lays them out."""
+    model = _as_loaded_by_transformers(decoder.target)
 
     def arm(name: str, **options: Any) -> Arm:
         def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
@@ -160,9 +161,13 @@ def _peer_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) ->
 
     arms = [arm("transformers generate")]
     if isinstance(decoder.drafter, DraftModelDrafter) and isinstance(decoder.drafter.model, HFModel):
-        assistant = decoder.drafter.model.model
+        assistant = _as_loaded_by_transformers(decoder.drafter.model)
         arms += [_assisted_arm(arm("assisted", assistant_model=assistant), assistant, length) for length in lengths]
     return arms
+
+
+def _as_loaded_by_transformers(model: HFModel) -> Any:
+    return load_model(model.model.name_or_path, dtype=model.dtype, device=str(model.device))
 
 
 def _assisted_arm(assisted: Arm, assistant: Any, length: int) -> Arm:
