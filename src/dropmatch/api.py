@@ -228,10 +228,11 @@ def load(
     else:
         own_draft = load_model(draft, dtype=dtype, device=device, device_map=device_map)
         if draft_weights == "int4":
+            HFModel(own_draft)  # the probe compares a forward over few tokens with one over many: exact weights only
             quantize_int4(own_draft)
         elif pack_weights:
             pack_linears(own_draft)
-        draft_model = HFModel(own_draft)
+        draft_model = HFModel(own_draft, probe=draft_weights == "own")
         drafter = DraftModelDrafter(draft_model, target_model.vocab_size, min_confidence=min_confidence)
         positions.append(draft_model.max_positions)
     return Decoder(
