@@ -370,6 +370,24 @@ def test_the_quick_bench_writes_complete_results(bench: Command, tmp_path: Path)
     assert not list((tmp_path / "results").glob("*.partial"))
 
 
+def test_the_heads_bench_compares_both_kinds_at_the_same_positions(
+    command: Command, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "heads.json"
+    models = ("--target", pair.target, "--draft", pair.draft)
+    counts = ("--num-gsm8k", "2", "--num-humaneval", "1", "-n", "30", "-L", "4", *GENTLE)
+    done = command("bench", "heads", "--data", data, *models, *counts, "--output", output, "--shortlist-size", "319")
+    assert done.code == 0
+    summary = json.loads(output.read_text())["summary"]
+    assert done.data == {"output": str(output), **summary}
+    assert summary["positions"] > 0
+    assert summary["same_tokens"] == summary["same_majority"] == 1.0  # all tokens but one are listed
+    assert summary["same_js"] > 0.9
+    done = command("bench", "heads", "--data", data, *models, *counts, "--output", output)
+    assert done.code == 2
+    assert "shortlist_size=1024 is no less than the vocabulary of 320" in done.err
+
+
 def test_ratios_are_there_also_where_nothing_was_drafted(bench: Command) -> None:
     """An n-gram drafter that finds nothing left the rows without over_lossless and tau."""
     done = bench("--draft", "ngram", "--lengths", "3", "--no-peers", "-n", "2")

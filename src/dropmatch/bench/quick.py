@@ -7,7 +7,6 @@ included, since transformers does not tell prefill apart; our own arms also repo
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from rich.table import Table
 
 import dropmatch
 from dropmatch.api import Decoder
+from dropmatch.bench.results import write_result
 from dropmatch.bench.workloads import Item
 from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
@@ -74,6 +74,7 @@ def run_quick(
         dtype=dtype,
         device=device,
     )
+    provenance = collect(device=str(decoder.target.device))  # as the run starts
     arms = _own_arms(decoder, lengths, max_new_tokens)
     if with_peers:
         arms += _peer_arms(decoder, lengths, max_new_tokens)
@@ -107,12 +108,9 @@ def run_quick(
         },
         "summary": _summary(arms),
         "arms": {arm.name: _arm_json(arm) for arm in arms},
-        "provenance": collect(device=str(decoder.target.device)),
+        "provenance": provenance,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(output)
+    write_result(result, output)
     return result
 
 

@@ -71,6 +71,44 @@ def quick(
     print(json.dumps({"output": str(output), **result["summary"]}))
 
 
+@bench_app.command()
+def heads(
+    data: Annotated[Path, typer.Option(help="Folder with gsm8k.jsonl and humaneval.jsonl.")],
+    output: Annotated[Path, typer.Option(help="Results file.")] = Path("results/heads_shortlist.json"),
+    target: o.Target = "default",
+    draft: o.Draft = None,
+    num_gsm8k: Annotated[int, typer.Option(min=0, help="Prompts from gsm8k.jsonl.")] = 8,
+    num_humaneval: Annotated[int, typer.Option(min=0, help="Prompts from humaneval.jsonl.")] = 4,
+    max_new_tokens: o.MaxNewTokens = 96,
+    draft_length: o.DraftLength = 10,
+    k: o.NumPaths = 5,
+    p_drop: o.PDrop = "0.3",
+    shortlist_size: Annotated[int, typer.Option(min=2, help="Tokens of the shortlist.")] = 1024,
+    dtype: o.DType = "auto",
+    device: o.Device = "auto",
+) -> None:
+    """Dropout heads over a shortlist against the whole vocabulary: decisions and cost at the same positions."""
+    from dropmatch.bench.heads import run_heads
+    from dropmatch.bench.workloads import load_prompts
+
+    drop = o.parse_p_drop(p_drop)
+    _check_writable(output)
+    result = run_heads(
+        load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval),
+        target=target,
+        draft=draft,
+        draft_length=draft_length,
+        max_new_tokens=max_new_tokens,
+        num_paths=k,
+        p_drop=drop,
+        shortlist_size=shortlist_size,
+        dtype=dtype,
+        device=device,
+        output=output,
+    )
+    print(json.dumps({"output": str(output), **result["summary"]}))
+
+
 def _draft_lengths(text: str) -> list[int]:
     """ "5,10" -> [5, 10], each once."""
     try:

@@ -63,9 +63,9 @@ def demo(
         decoder.run([ids], SamplingParams(max_new_tokens=4), engine=decoder.engine(**settings))
     runs = {}
     for name, settings in arms.items():
+        console.rule(f"[bold]{name}")
         runs[name] = decoder.run([ids], params, engine=decoder.engine(**settings))
         (generation,) = runs[name].generations
-        console.rule(f"[bold]{name}")
         console.print(
             coloured(
                 generation.tokens,
