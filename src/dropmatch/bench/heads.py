@@ -151,4 +151,4 @@ def run_heads(
 
 
 def _share(comparisons: Sequence[Comparison], name: str) -> float:
-    return sum(getattr(comparison, name) for comparison in comparisons) / len(comparisons)
+    return sum(bool(getattr(comparison, name)) for comparison in comparisons) / len(comparisons)

@@ -42,11 +42,19 @@ def _quick(result: dict[str, Any], name: str) -> str:
     has_peers = any("over_generate" in row for row in result["summary"].values())
     ratios = ["over_generate", "over_plain", "over_lossless"][0 if has_peers else 1 :]
     titles = {"over_generate": "over `generate`", "over_plain": "over plain", "over_lossless": "over lossless"}
-    head = ["", *(titles[ratio] for ratio in ratios), "tau", "head and rule / target", "lossy tokens"]
+    head = [
+        "",
+        *(titles[ratio] for ratio in ratios),
+        "decoding only, over lossless",
+        "tau",
+        "head and rule / target",
+        "lossy tokens",
+    ]
     lines = [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
     for arm, row in result["summary"].items():
         cells = [arm]
         cells += ["{median:.2f}x ({min:.2f}-{max:.2f})".format(**row[key]) if key in row else "" for key in ratios]
+        cells.append(_decoding_over_lossless(result["arms"], arm))
         cells.append(f"{row['tau']:.2f}" if "tau" in row else "")
         cells.append(f"{row['judge_over_target']:.1%}" if "judge_over_target" in row else "")
         cells.append(f"{row['lossy_tokens']} of {row['emitted']}" if "lossy_tokens" in row else "")
@@ -59,13 +67,22 @@ def _quick(result: dict[str, Any], name: str) -> str:
     lines += [
         "",
         f"Speed ratios within one run: median over {len(settings['items'])} prompts (minimum-maximum), "
-        f"{settings['max_new_tokens']} tokens each, batch 1, whole calls with prefill. "
+        f"{settings['max_new_tokens']} tokens each, batch 1, whole calls with prefill except where decoding only, pooled over the prompts, is said. "
         f"Pair: `{settings['target']}`{draft}; "
         f"{settings['dtype'].removeprefix('torch.')}, {', '.join(options)}; {provenance['cpu']}, "
         f"{provenance['num_threads']} threads, torch {provenance['torch']}. From `{name}`, made by",
         f"`{provenance['command']}`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:
+    """Tokens per second of decoding, prefill left out, pooled over the prompts, as a ratio at the same draft length."""
+    base = arms.get(f"lossless L={arm.split('=')[-1]}")
+    if base is None or "=" not in arm or not arms[arm]["stats"]:
+        return ""
+    rates = [a["stats"]["emitted"] / a["stats"]["time"]["decode_s"] for a in (arms[arm], base)]
+    return f"{rates[0] / rates[1]:.2f}x"
 
 
 def _row(cells: list[str]) -> str:
