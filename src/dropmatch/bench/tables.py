@@ -67,7 +67,8 @@ def _quick(result: dict[str, Any], name: str) -> str:
     lines += [
         "",
         f"Speed ratios within one run: median over {len(settings['items'])} prompts (minimum-maximum), "
-        f"{settings['max_new_tokens']} tokens each, batch 1, whole calls with prefill except where decoding only, pooled over the prompts, is said. "
+        f"{settings['max_new_tokens']} tokens each, batch 1, whole calls with prefill; decoding "
+        f"only is pooled over the prompts. "
         f"Pair: `{settings['target']}`{draft}; "
         f"{settings['dtype'].removeprefix('torch.')}, {', '.join(options)}; {provenance['cpu']}, "
         f"{provenance['num_threads']} threads, torch {provenance['torch']}. From `{name}`, made by",
