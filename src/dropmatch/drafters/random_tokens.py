@@ -14,8 +14,8 @@ from dropmatch.ops.random import Purpose, gumbel, random_bits
 class RandomDrafter:
     """Chains of random tokens. vocab_size: the target's.
 
-    with_distribution gives Eq. 6 a random distribution of the sharpness of a real drafter to compare, a softmax over
-    Gumbel noise times `sharpness`, whose argmax is the drafted token; without it a draft is a point mass.
+    with_distribution gives Eq. 6 a distribution to compare: a softmax over Gumbel noise times `sharpness`, the drafted
+    token being the noise's argmax. 0 is uniform, 4 nearly sure. Without it a draft is a point mass.
     """
 
     name = "random"
@@ -38,9 +38,9 @@ class RandomDrafter:
         )
         logits = None
         if self._with_distribution:
-            noise = gumbel(keys, self._vocab_size, Purpose.DRAFT)[:, 0] * self._sharpness
+            noise = gumbel(keys, self._vocab_size, Purpose.DRAFT)[:, 0]
             drafted = noise.argmax(-1).view(B, L)
-            logits = torch.nn.functional.pad(noise.view(B, L, -1), (0, 0, 0, 1))
+            logits = torch.nn.functional.pad(noise.view(B, L, -1) * self._sharpness, (0, 0, 0, 1))
         else:
             drafted = (random_bits(keys, 1, 1, Purpose.DRAFT)[:, 0, 0] % self._vocab_size).view(B, L)
         roots = torch.tensor([[row.ids[-1]] for row in rows], device=self._device)
