@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, Heads, SamplingParams, check_choice
-from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
+from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, as_rule
 from dropmatch.core.engine import Chunk, SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
 from dropmatch.core.reasons import Reason
@@ -197,9 +197,7 @@ def load(
     Rows end at the last position that both models have.
     Raises ConfigError, UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
     """
-    if rule_options is not None and not isinstance(rule, str):
-        raise ConfigError("rule_options go with a rule by name. Give the rule object the options it needs.")
-    made_rule = make_rule(rule, rule_options) if isinstance(rule, str) else rule
+    made_rule = as_rule(rule, rule_options)
     config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
     dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop, heads=heads)
     check_choice("draft_weights", draft_weights, ("own", "int4"))

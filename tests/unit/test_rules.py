@@ -21,6 +21,7 @@ from dropmatch.core.acceptance import (
     RejectionSampling,
     RuleOptions,
     TargetMatch,
+    as_rule,
     make_rule,
     rule_names,
 )
@@ -328,3 +329,15 @@ def test_padding_and_the_root_are_never_kept() -> None:
         codes = _codes(make_rule(name), v)
         assert not bool((codes > 0)[~valid].any()), name
         assert not bool((codes[:, 0] > 0).any()), name
+
+
+@pytest.mark.parametrize("rule", [TargetMatch, None, 3])
+def test_what_is_no_rule_is_refused_by_name(rule: object) -> None:
+    with pytest.raises(ConfigError, match="is not allowed"):
+        as_rule(rule)
+
+
+def test_options_do_not_go_with_a_rule_object() -> None:
+    assert as_rule(TargetMatch()) == TargetMatch()
+    with pytest.raises(ConfigError, match="rule by name"):
+        as_rule(TargetMatch(), RuleOptions(guard_prob=0.1))

@@ -335,6 +335,19 @@ def make_rule(name: str, options: RuleOptions | None = None) -> AcceptanceRule:
     return rule
 
 
+def as_rule(rule: object, options: RuleOptions | None = None) -> AcceptanceRule:
+    """A rule by name or as an object. Raises ConfigError for anything else, and for options given with an object."""
+    if isinstance(rule, str):
+        return make_rule(rule, options)
+    if isinstance(rule, type) or not hasattr(rule, "judge"):
+        raise ConfigError(
+            f"rule={rule!r} is not allowed. Give a name (see rule_names()) or a rule, such as TargetMatch()."
+        )
+    if options is not None:
+        raise ConfigError("rule_options go with a rule by name. Give the rule object the options it needs.")
+    return rule  # type: ignore[return-value]  # a Protocol: judge is what tells it
+
+
 def needs_of(rules: Sequence[AcceptanceRule]) -> frozenset[Need]:
     """Evidence that any of the rules may ask for."""
     return frozenset[Need]().union(*(rule.needs for rule in rules))
@@ -352,6 +365,7 @@ __all__ = [
     "RuleOptions",
     "TargetMatch",
     "Tie",
+    "as_rule",
     "make_rule",
     "needs_of",
     "rule_names",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
-from dropmatch.core.acceptance import AcceptanceRule, Need, make_rule, needs_of
+from dropmatch.core.acceptance import AcceptanceRule, Need, as_rule, needs_of
 from dropmatch.core.calibrate import RadiusWatch
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.interfaces import CachedModel, Drafter, DraftTree, ModelOutput, Verdict
@@ -82,7 +82,7 @@ class SpeculativeEngine:
         self.drafter = drafter
         self.config = config or EngineConfig()
         self.head = MCDropoutHead(target.head, dropout or DropoutConfig())
-        self.rule = make_rule(rule) if isinstance(rule, str) else rule
+        self.rule = as_rule(rule)
         self.decode = decode
         self.eos_ids = frozenset(eos_ids)
         self.stats = EngineStats()
@@ -118,8 +118,7 @@ class SpeculativeEngine:
                     f"The prompt has {len(prompt)} tokens and leaves no room below the limit of "
                     f"{self.config.max_length}. Shorten it."
                 )
-        rule = self.rule if params.rule is None else params.rule
-        rule = make_rule(rule) if isinstance(rule, str) else rule
+        rule = self.rule if params.rule is None else as_rule(params.rule)
         request = self._num_requests  # counted behind the last check, since keys of rows without a seed hang on it
         self._num_requests += 1
         has_key = params.seed is not None

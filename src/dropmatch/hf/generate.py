@@ -19,7 +19,7 @@ from transformers import generation
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
-from dropmatch.core.acceptance import AcceptanceRule, make_rule
+from dropmatch.core.acceptance import AcceptanceRule, as_rule
 from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
 from dropmatch.core.sequence import Decode
@@ -219,7 +219,7 @@ def decoder(
         raise ConfigError("stop strings need the tokenizer. Give decoder(..., tokenizer=tokenizer).")
     if p_drop == "auto" and tokenizer is None:
         raise ConfigError("p_drop='auto' needs the tokenizer. Give decoder(..., tokenizer=tokenizer).")
-    made_rule = make_rule(rule) if isinstance(rule, str) else rule
+    made_rule = as_rule(rule)
     dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
     EngineConfig(draft_length=draft_length, seed=seed or 0)  # a bad value shows here, not at the first call
     return GenerateDecoder(draft, made_rule, dropout, draft_length, tokenizer, streamer, stop, seed)
