@@ -28,6 +28,10 @@ StopCheck = Callable[[list[int]], bool]
 """ids of a row so far (prompt included) -> True to stop after the last of them."""
 
 
+_COLDEST = 1e-4
+_MOST_PATHS = 2**16 - 1  # path and purpose of a random number share one 32-bit word
+
+
 def _check_range(name: str, value: float, low: float, high: float, *, open_high: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name}={value!r} is not allowed. Give a number.")
@@ -78,6 +82,7 @@ class DropoutConfig:
 
     def __post_init__(self) -> None:
         _check_count("num_paths", self.num_paths, 1)
+        _check_range("num_paths", self.num_paths, 1, _MOST_PATHS)
         check_choice("mask_sharing", self.mask_sharing, ("position", "round", "fixed"))
         check_choice("noise", self.noise, ("shared", "independent"))
         check_choice("heads", self.heads, ("full", "shortlist"))
@@ -131,6 +136,10 @@ class SamplingParams:
         _check_count("top_k", self.top_k, 0)
         _check_count("stream", self.stream, 0)
         _check_range("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < _COLDEST:
+            raise ConfigError(
+                f"temperature={self.temperature!r} is too small to divide by. Give 0 for greedy decoding."
+            )
         _check_range("top_p", self.top_p, 0.0, 1.0)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if not self.repetition_penalty > 0:
@@ -160,8 +169,10 @@ class EngineConfig:
     """Settings of a whole engine.
 
     draft_length: drafted tokens per round where a request does not say. max_batch: most rows decoded together; others
-    wait. seed: for requests without one. correction: where the token after a rejection comes from (decision 13;
-    "plain" is the undropped target). protect_eos: a drafted EOS is kept only if the target's own argmax agrees.
+    wait. seed: for requests without one. correction: where the token after a rejection comes from under rules that ask
+    the dropout heads: the undropped target ("plain"), their "centroid", the first of them ("head1") or their "mode"; a
+    drafted token that was refused does not come back. protect_eos: a drafted EOS is kept only if the
+    target's own argmax agrees.
     max_length: most tokens of a row, prompt included (None: the model's limit).
     """
 

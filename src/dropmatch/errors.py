@@ -3,6 +3,7 @@
     DropMatchError
     ├── ConfigError (ValueError)             an option has a value that is not allowed
     │   └── UnknownNameError                 a rule, preset or option name that does not exist
+    ├── StateError                           an object that an earlier error left unusable
     ├── ShapeError (ValueError)              tensors whose shapes do not fit together
     ├── UnsupportedModelError                a model that cannot be verified or rolled back
     ├── TokenizerMismatchError               draft and target do not read the same tokens
@@ -35,6 +36,10 @@ class UnknownNameError(ConfigError):
         near = difflib.get_close_matches(given, names, n=2, cutoff=0.5)
         hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
         super().__init__(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
+
+
+class StateError(DropMatchError):
+    """An object that an earlier error left unusable."""
 
 
 class ShapeError(DropMatchError, ValueError):

@@ -136,6 +136,12 @@ class AnyOf(_PlainNext):
 
     rules: tuple[AcceptanceRule, ...]
 
+    def __post_init__(self) -> None:
+        if any(isinstance(rule, RejectionSampling) for rule in self.rules):
+            raise ConfigError(
+                "RejectionSampling draws its own next token and cannot be joined. Use TargetMatch in AnyOf."
+            )
+
     @property
     def needs(self) -> frozenset[Need]:
         return needs_of(self.rules)

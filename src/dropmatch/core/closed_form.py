@@ -156,7 +156,7 @@ def _is_bare(v: Verification, b: Tensor) -> Tensor:
 
 def _shared_noise(v: Verification, b: Tensor, node: Tensor) -> Tensor | None:
     """The Gumbel noise [M, V] of the nodes, zero in greedy rows."""
-    if not v.sampling.any_sampled:
+    if not bool(v.sampling.is_sampled[b].any()):
         return None
     if v.head.config.noise != "shared":
         raise ConfigError(

@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
-from dropmatch.core.acceptance import AcceptanceRule, Need, as_rule, needs_of
+from dropmatch.core.acceptance import AcceptanceRule, Need, RejectionSampling, TargetMatch, as_rule, needs_of
 from dropmatch.core.calibrate import RadiusWatch
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.interfaces import CachedModel, Drafter, DraftTree, ModelOutput, Verdict
@@ -23,7 +24,7 @@ from dropmatch.core.sequence import Decode, FinishReason, Row, TextStream
 from dropmatch.core.stats import EngineStats, LossyToken, RequestStats
 from dropmatch.core.verification import RowSampling, Verification
 from dropmatch.core.verify import decide, emitted_reasons, judge
-from dropmatch.errors import ConfigError
+from dropmatch.errors import ConfigError, StateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class SpeculativeEngine:
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
         self._num_requests = 0
+        self._is_torn = False  # a step was left by an exception, so rows and caches may disagree
 
     @property
     def has_work(self) -> bool:
@@ -119,6 +121,12 @@ class SpeculativeEngine:
                     f"{self.config.max_length}. Shorten it."
                 )
         rule = self.rule if params.rule is None else as_rule(params.rule)
+        is_lossless = isinstance(rule, TargetMatch | RejectionSampling)
+        if self.config.correction != "plain" and not is_lossless and Need.HEADS not in rule.needs:
+            raise ConfigError(
+                f"correction={self.config.correction!r} goes with rules that ask the dropout heads, and this one does "
+                f"not: {rule}. Use correction='plain'."
+            )
         request = self._num_requests  # counted behind the last check, since keys of rows without a seed hang on it
         self._num_requests += 1
         has_key = params.seed is not None
@@ -152,13 +160,29 @@ class SpeculativeEngine:
         return True
 
     def cancel_all(self) -> None:
-        """Drop all requests, waiting or in flight."""
+        """Drop all requests, waiting or in flight. Makes the engine usable again after a step that raised."""
         self._waiting.clear()
-        self._filter([])
+        self._rows = []
+        self.target.filter([])
+        if self.drafter is not None:
+            self.drafter.filter([])
+        self._is_torn = False
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """One round for every row in flight. Returns a chunk per row; rows that end leave the batch."""
+        """One round for every row in flight. Returns a chunk per row; rows that end leave the batch.
+
+        Raises StateError if an earlier step raised: its rows cannot go on. Call cancel_all and add them again."""
+        if self._is_torn:
+            raise StateError(
+                "An earlier step of this engine raised; its rows cannot go on. Call cancel_all(), then add them again."
+            )
+        self._is_torn = True
+        chunks = self._step()
+        self._is_torn = False
+        return chunks
+
+    def _step(self) -> list[Chunk]:
         clock = _Clock(self.target.device)
         self._admit()
         times = self.stats.time
@@ -203,9 +227,7 @@ class SpeculativeEngine:
         return chunks
 
     def _admit(self) -> None:
-        new: list[Row] = []
-        while self._waiting and len(self._rows) + len(new) < self.config.max_batch:
-            new.append(self._waiting.popleft())
+        new = list(islice(self._waiting, self.config.max_batch - len(self._rows)))
         if not new:
             return
         # the last prompt token is the first root, so that the first round already verifies a draft
@@ -213,6 +235,8 @@ class SpeculativeEngine:
         if self.drafter is not None:
             self.drafter.add_rows(new, output)
         self._rows += new
+        for _ in new:
+            self._waiting.popleft()
 
     def _propose(self) -> tuple[DraftTree, bool]:
         """The round's tree, and whether the drafter made it."""

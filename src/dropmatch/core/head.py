@@ -84,6 +84,7 @@ class MCDropoutHead:
         self.rows_asked = 0
         self.can_shortlist = (
             config.heads == "shortlist"
+            and self.p_drop > 0.0  # without dropout only the head's own products give the plain tokens to the last bit
             and config.shortlist_size < head.vocab_size
             and isinstance(getattr(head, "weight", None), Tensor)
         )
@@ -158,16 +159,19 @@ class MCDropoutHead:
         masks = dropout_masks(keys, self.config.num_paths, hidden.shape[-1], self.p_drop)
         paths = rows.project(self._dropped(hidden, masks), best.indices).float()  # [M, K, S]
         centroid = paths.mean(1)
-        tokens = best.indices.gather(-1, paths.argmax(-1))  # [M, K]
-        votes_at = centroid.gather(-1, paths.argmax(-1))
+        is_best = paths == paths.amax(-1, keepdim=True)
+        place = best.indices[:, None].masked_fill(~is_best, self.head.vocab_size).argmin(-1)  # the lowest id of a tie
+        tokens = best.indices.gather(-1, place)  # [M, K]
+        votes_at = centroid.gather(-1, place)
         majority, votes = majority_vote(tokens, votes_at, self.tie)
         js_heads, js_draft = None, None
         if with_js:
             behind = _log_rest(plain.logsumexp(-1), best.values.logsumexp(-1))  # [M]
             half = best.values.shape[-1] // 2
             likely = best.values[:, half:].logsumexp(-1)
-            path_rest = behind[:, None] + paths[:, :, half:].logsumexp(-1) - likely[:, None]
-            centroid_rest = behind + centroid[:, half:].logsumexp(-1) - likely
+            # where half of the list is impossible there is nothing to measure, and next to nothing behind the list
+            path_rest = behind[:, None] + (paths[:, :, half:].logsumexp(-1) - likely[:, None]).nan_to_num()
+            centroid_rest = behind + (centroid[:, half:].logsumexp(-1) - likely).nan_to_num()
             draft = None
             if draft_log_probs is not None:
                 listed = draft_log_probs.gather(-1, best.indices)
@@ -206,6 +210,30 @@ def _log_rest(log_total: Tensor, log_part: Tensor) -> Tensor:
 def _with_rest(listed: Tensor, rest: Tensor) -> Tensor:
     """Append the mass behind a shortlist as one more logit. listed: [..., S]; rest: [...]."""
     return torch.cat([listed, rest[..., None]], dim=-1)
+
+
+def merge(is_first: Tensor, first: HeadEnsemble, second: HeadEnsemble) -> HeadEnsemble:
+    """Answers at M positions from two parts. is_first: [M] bool. Centroid logits are kept if the second part has them,
+    NaN where the first gives none."""
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(len(is_first), *b.shape[1:], dtype=b.dtype, device=b.device)
+        out[is_first], out[~is_first] = a, b
+        return out
+
+    def optional(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if b is None:
+            return None
+        return joined(b.new_full((int(is_first.sum()), *b.shape[1:]), float("nan")) if a is None else a, b)
+
+    return HeadEnsemble(
+        joined(first.tokens, second.tokens),
+        joined(first.majority, second.majority),
+        joined(first.votes, second.votes),
+        optional(first.js_heads, second.js_heads),
+        optional(first.js_draft, second.js_draft),
+        optional(first.centroid_logits, second.centroid_logits),
+    )
 
 
 def _concatenate(parts: list[HeadEnsemble]) -> HeadEnsemble:

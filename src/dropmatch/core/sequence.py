@@ -101,6 +101,13 @@ class Row:
     def num_generated(self) -> int:
         return len(self.ids) - self.prompt_length
 
+    def can_shortlist(self, *, has_distribution: bool) -> bool:
+        """Whether the dropout heads may be asked about a shortlist of tokens only: a greedy row with logits as the head
+        gives them, whose rule needs no centroid over the vocabulary. has_distribution: the drafter's."""
+        needs = {need.value for need in self.rule.needs}
+        needs_centroid = "centroid_prob" in needs or ("divergence" in needs and not has_distribution)
+        return not (self.params.temperature > 0 or self.needs_processing or needs_centroid)
+
     @property
     def needs_processing(self) -> bool:
         return self.params.needs_processing

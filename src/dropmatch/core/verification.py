@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dropmatch.core.head import MCDropoutHead, point_mass_divergence
+from dropmatch.core.head import HeadEnsemble, MCDropoutHead, merge, point_mass_divergence
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.sequence import Row
 from dropmatch.ops.divergence import log_probs
@@ -139,6 +139,11 @@ class Verification:
         self.plain_token = sampling.choose(
             self.target_logits.reshape(B * N, -1), self._row, self.positions.reshape(-1), Purpose.GUMBEL
         ).view(B, N)
+        has_distribution = tree.child_logits is not None
+        self._can_shortlist = torch.tensor(
+            [head.can_shortlist and row.can_shortlist(has_distribution=has_distribution) for row in sampling.rows],
+            device=device,
+        )
         self.parent = tree.parents.clamp(min=0)
         self.is_exact = tree.tokens == self.plain_token.gather(-1, self.parent)  # [B, N], of each drafted token
         self._ensemble: NodeEnsemble | None = None
@@ -192,25 +197,7 @@ class Verification:
         parents, child = torch.unique(b * N + self.parent[b, n], return_inverse=True)
         row, node = parents // N, parents % N
         has_distribution = self.tree.child_logits is not None
-        keep_centroid = self._with_centroid_prob or (self._with_js and not has_distribution)
-        if self.head.can_shortlist and self._paths is None and not self.sampling.any_sampled and not keep_centroid:
-            heads = self.head.ask_shortlist(
-                self.hidden[row, node],
-                self._mask_keys(row, node),
-                self.target_logits[row, node],
-                self.draft_log_probs(row, node) if has_distribution and self._with_js else None,
-                with_js=self._with_js,
-            )
-        else:
-            heads = self.head(
-                self.hidden[row, node],
-                self._mask_keys(row, node),
-                pick=self._picker(row, node),
-                process=None if self._paths is None else lambda logits, index: self._process(logits, parents[index]),
-                with_js=self._with_js,
-                draft_log_probs=(lambda i: self.draft_log_probs(row[i], node[i])) if has_distribution else None,
-                keep_centroid=keep_centroid,
-            )
+        heads = self._ask_heads(row, node, parents)
         tokens = self.tree.tokens[b, n]
         ensemble.tokens[b, n] = heads.tokens[child]
         ensemble.majority[b, n] = heads.majority[child]
@@ -227,6 +214,37 @@ class Verification:
             ensemble.js_draft[b, n] = heads.js_draft[child]
         ensemble.asked[b, n] = True
         return ensemble
+
+    def _ask_heads(self, row: Tensor, node: Tensor, flat: Tensor) -> HeadEnsemble:
+        """The heads' answers at nodes (row, node) [M]. Each row is asked in full or about a shortlist by its own
+        settings alone, so that it does not depend on its batch mates. flat: [M] row * N + node."""
+        has_distribution = self.tree.child_logits is not None
+        keep_centroid = self._with_centroid_prob or (self._with_js and not has_distribution)
+        listed = self._can_shortlist[row]
+
+        def in_full(row: Tensor, node: Tensor, flat: Tensor) -> HeadEnsemble:
+            return self.head(
+                self.hidden[row, node],
+                self._mask_keys(row, node),
+                pick=self._picker(row, node),
+                process=None if self._paths is None else lambda logits, index: self._process(logits, flat[index]),
+                with_js=self._with_js,
+                draft_log_probs=(lambda i: self.draft_log_probs(row[i], node[i])) if has_distribution else None,
+                keep_centroid=keep_centroid,
+            )
+
+        if not bool(listed.any()):
+            return in_full(row, node, flat)
+        short = self.head.ask_shortlist(
+            self.hidden[row[listed], node[listed]],
+            self._mask_keys(row[listed], node[listed]),
+            self.target_logits[row[listed], node[listed]],
+            self.draft_log_probs(row[listed], node[listed]) if self._with_js and has_distribution else None,
+            with_js=self._with_js,
+        )
+        if bool(listed.all()):
+            return short
+        return merge(listed, short, in_full(row[~listed], node[~listed], flat[~listed]))
 
     def correction_logits(self, node: Tensor, kind: str) -> Tensor:
         """Logits that the token after `node` [B] is taken from, other than the plain target's: "centroid" or

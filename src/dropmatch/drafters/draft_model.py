@@ -66,7 +66,8 @@ class DraftModelDrafter:
             if step + 1 >= num_steps:
                 break
             logits = self.model.head(self.model.forward(tokens[-1][:, None]).hidden[:, -1])
-            self.model.commit([1] * B)
+            # a row that drafts no further stays where it is: behind its last token there may be no more positions
+            self.model.commit([int(step + 1 < limit) for limit in max_new])
         recorded.append(torch.zeros_like(recorded[0]))  # nothing is drafted behind the last node
         return DraftTree.chain(
             torch.stack(tokens, dim=1),
