@@ -15,8 +15,9 @@ parser.add_argument("--max-new-tokens", type=int, default=60)
 options = parser.parse_args()
 
 tokenizer = load_tokenizer(options.target)
-model = load_model(options.target)
-draft = "ngram" if options.draft == "ngram" else load_model(options.draft)
+# in float32 lossless gives the tokens of generate; in bfloat16 a near-tie may go the other way
+model = load_model(options.target, dtype="float32")
+draft = "ngram" if options.draft == "ngram" else load_model(options.draft, dtype="float32")
 messages = [{"role": "user", "content": "Repeat: the quick brown fox jumps over the lazy dog. The quick brown fox"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 inputs = inputs.to(model.device)

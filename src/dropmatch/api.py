@@ -41,6 +41,8 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | Tensor
 DraftWeights = Literal["own", "int4"]
 
+# On the small pair's target 0.3 saturates the radius, so that Eq. 6 would keep almost anything.
+_P_DROP: dict[str, float | Literal["auto"]] = {"small": "auto"}
 _MODEL_FREE = ("none", "ngram", "random")
 
 
@@ -173,7 +175,7 @@ def load(
     rule: str | AcceptanceRule = "dropmatch",
     rule_options: RuleOptions | None = None,
     num_paths: int = 5,
-    p_drop: float | Literal["auto"] = 0.3,
+    p_drop: float | Literal["auto"] | None = None,
     heads: Heads = "full",
     draft_length: int = 5,
     draft_weights: DraftWeights = "own",
@@ -189,7 +191,8 @@ def load(
 
     target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
     reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
-    rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto".
+    rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto"; None takes 0.3,
+    or what a named pair needs.
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
     pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.
@@ -199,7 +202,8 @@ def load(
     """
     made_rule = as_rule(rule, rule_options)
     config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
-    dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop, heads=heads)
+    chosen = _P_DROP.get(target, 0.3) if p_drop is None else p_drop
+    dropout = DropoutConfig(num_paths=num_paths, p_drop=chosen, heads=heads)
     check_choice("draft_weights", draft_weights, ("own", "int4"))
     if target in PAIRS:
         pair = ensure_pair(target)

@@ -86,7 +86,7 @@ def run_heads(
     draft_length: int,
     max_new_tokens: int,
     num_paths: int,
-    p_drop: float | Literal["auto"],
+    p_drop: float | Literal["auto"] | None,
     shortlist_size: int,
     dtype: str,
     device: str,

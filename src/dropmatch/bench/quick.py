@@ -52,7 +52,7 @@ def run_quick(
     lengths: Sequence[int],
     max_new_tokens: int,
     num_paths: int,
-    p_drop: float | Literal["auto"],
+    p_drop: float | Literal["auto"] | None,
     heads: str,
     draft_weights: str,
     min_confidence: float,

@@ -17,7 +17,7 @@ def generate(
     draft: o.Draft = None,
     rule: o.Rule = "dropmatch",
     k: o.NumPaths = 5,
-    p_drop: o.PDrop = "0.3",
+    p_drop: o.PDrop = None,
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
     heads: o.Heads = "full",

@@ -20,7 +20,10 @@ Draft = Annotated[
 ]
 Rule = Annotated[str, typer.Option(help="Acceptance rule, or several joined by '+'.")]
 NumPaths = Annotated[int, typer.Option("--k", min=1, help="K, dropout paths through the LM head.")]
-PDrop = Annotated[str, typer.Option(help="Drop probability of the head's input, or auto.")]
+PDrop = Annotated[
+    str | None,
+    typer.Option(help="Drop probability of the head's input, or auto. Left out: 0.3, for small auto."),
+]
 GuardProb = Annotated[
     float, typer.Option(min=0, max=1, help="Never keep a lossy token below this target probability (0: off).")
 ]
@@ -40,10 +43,10 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def parse_p_drop(text: str) -> float | Literal["auto"]:
-    """A number in [0, 1), or "auto"."""
-    if text == "auto":
-        return "auto"
+def parse_p_drop(text: str | None) -> float | Literal["auto"] | None:
+    """A number in [0, 1), or "auto"; None leaves the choice to load."""
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]  # "auto" is the only string left
     try:
         return float(text)
     except ValueError:
@@ -56,7 +59,7 @@ def load_decoder(
     *,
     rule: str,
     k: int,
-    p_drop: str,
+    p_drop: str | None,
     guard_prob: float,
     guard_ratio: float,
     draft_length: int,
@@ -68,7 +71,9 @@ def load_decoder(
 ) -> Decoder:
     """`dropmatch.load` from command-line values, saying what "auto" chose."""
     import dropmatch
+    from dropmatch.hf.loading import hide_progress_bars
 
+    hide_progress_bars()
     options: dict[str, Any] = {"guard_prob": guard_prob, "guard_ratio": guard_ratio}
     decoder = dropmatch.load(
         target,

@@ -25,7 +25,7 @@ def selfcheck(
     target: o.Target = "default",
     rule: o.Rule = "dropmatch",
     k: o.NumPaths = 5,
-    p_drop: o.PDrop = "0.3",
+    p_drop: o.PDrop = None,
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
     draft_length: Annotated[int, typer.Option("--draft-length", "-L", min=1, help="Drafted tokens per round.")] = 5,

@@ -220,3 +220,10 @@ def _advice(name: str) -> str:
     near = difflib.get_close_matches(name, PACKAGED_MODELS, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint}\nGive a model folder, a .gguf file, a hub id, or one of {', '.join(sorted(PACKAGED_MODELS))}."
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers' own progress bars off the terminal, for this process."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
