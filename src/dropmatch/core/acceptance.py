@@ -66,7 +66,7 @@ class _PlainNext:
         return True
 
     def next_token(self, v: Verification, node: Tensor) -> Tensor:
-        return v.plain_token.gather(-1, node[:, None])[:, 0]
+        return v.plain_at(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +241,12 @@ class RejectionSampling:
         return keep
 
     def next_token(self, v: Verification, node: Tensor) -> Tensor:
-        plain = v.plain_token.gather(-1, node[:, None])[:, 0]
+        plain = v.plain_at(node)
         if not v.sampling.any_sampled:
             return plain
         row = torch.arange(len(node), device=node.device)
         p = v.sampling.warp(v.target_logits[row, node], row).softmax(-1)  # [B, V]
-        children = v.tree.valid & (v.tree.parents == node[:, None])  # all refused, or node were not the deepest
+        children = v.tree.children(node)  # all refused, or node were not the deepest
         listed = torch.zeros_like(p).scatter_add_(-1, v.tree.tokens, children.float()).clamp_(max=1.0)
         q = _draft_probs(v, p)
         if q is not None:

@@ -46,7 +46,7 @@ class _ExpectedRule:
         return True
 
     def next_token(self, v: Verification, node: Tensor) -> Tensor:
-        return v.plain_token.gather(-1, node[:, None])[:, 0]
+        return v.plain_at(node)
 
 
 @dataclass(frozen=True, slots=True)

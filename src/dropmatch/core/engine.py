@@ -260,7 +260,7 @@ class SpeculativeEngine:
         device = verdict.path.device
         row_index = torch.arange(B, device=device)
         deepest = verdict.path[:, -1]
-        has_child = (tree.valid & (tree.parents == deepest[:, None])).any(-1)
+        has_child = tree.children(deepest).any(-1)
         reasons = emitted_reasons(verdict, has_child)
         tokens = torch.zeros(B, P, dtype=torch.int64, device=device)
         tokens[:, : P - 1] = tree.tokens.gather(-1, verdict.path[:, 1:])

@@ -84,6 +84,10 @@ class DraftTree:
             is_chain=False,
         )
 
+    def children(self, node: Tensor) -> Tensor:
+        """[B, N] bool, the drafted children of `node` [B]."""
+        return self.valid & (self.parents == node[:, None])
+
     @property
     def depth(self) -> Tensor:
         """[B, N] distance from the root."""

@@ -103,7 +103,7 @@ class _Rival:
 
 
 def _plain(v: Verification, node: Tensor) -> Tensor:
-    return v.plain_token.gather(-1, node[:, None])[:, 0]
+    return v.plain_at(node)
 
 
 def _target_logits(v: Verification, b: Tensor, node: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _next_of_chain(
         return _plain(v, node)
     row = torch.arange(len(node), device=node.device)
     p = _target_logits(v, row, node).softmax(-1)
-    child = v.tree.valid & (v.tree.parents == node[:, None])
+    child = v.tree.children(node)
     token = v.tree.tokens[row, child.int().argmax(-1)]
     q = _draft_probs(v, row, node, token, only_drawn=True)
     left = p - q if residual is None else residual(p, q, token)
@@ -333,7 +333,7 @@ class SGLang(_Rival):
             return _plain(v, node)
         row = torch.arange(len(node), device=node.device)
         p = _target_logits(v, row, node).softmax(-1)
-        children = v.tree.valid & (v.tree.parents == node[:, None])
+        children = v.tree.children(node)
         listed = torch.zeros_like(p).scatter_add_(-1, v.tree.tokens, children.float())
         return _draw(v, node, p, p.masked_fill(listed > 0, 0.0))
 
@@ -428,7 +428,7 @@ class Diversed(_Rival):
             return token
         row = torch.arange(len(node), device=node.device)
         best = self._mixture(v, _target_logits(v, row, node), token, row, node).argmax(-1)
-        child = v.tree.valid & (v.tree.parents == node[:, None])
+        child = v.tree.children(node)
         # a guard may have refused argmax v itself, which must not come back as the correction
         is_refused = (child & (v.tree.tokens == best[:, None])).any(-1)
         return torch.where(child.any(-1) & ~is_refused & ~v.sampling.is_sampled, best, token)

@@ -147,8 +147,6 @@ class Verification:
         self.parent = tree.parents.clamp(min=0)
         self.is_exact = tree.tokens == self.plain_token.gather(-1, self.parent)  # [B, N], of each drafted token
         self._ensemble: NodeEnsemble | None = None
-        self._log_prob: Tensor | None = None
-        self._best_log_prob: Tensor | None = None
 
     def _prefixes(self) -> list[list[int]]:
         """Tokens from below the root to each node, for logits processors. [B * N] lists."""
@@ -254,6 +252,10 @@ class Verification:
         logits = self.head.keyed_logits(self.hidden[row, node], masks_keys)  # [B, K, V]
         logits = self._process(logits, row * self.tree.tokens.shape[1] + node).float()
         return logits.mean(1) if kind == "centroid" else logits[:, 0]
+
+    def plain_at(self, node: Tensor) -> Tensor:
+        """The undropped target's own token behind `node` [B]. Returns [B]."""
+        return self.plain_token.gather(-1, node[:, None])[:, 0]
 
     def choose_at(self, logits: Tensor, node: Tensor) -> Tensor:
         """A token from logits [B, V] at `node` [B], with the noise of the position. Returns [B]."""

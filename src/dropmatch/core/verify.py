@@ -60,7 +60,7 @@ def _next_token(v: Verification, node: Tensor, rules: Sequence[AcceptanceRule], 
         return token
     is_mode = correction == "mode"
     other = v.majority_at(node) if is_mode else v.choose_at(v.correction_logits(node, correction), node)
-    children = v.tree.valid & (v.tree.parents == node[:, None])  # all refused, or node were not the deepest
+    children = v.tree.children(node)  # all refused, or node were not the deepest
     is_refused = (children & (v.tree.tokens == other[:, None])).any(-1)  # must not come back as the correction
     return torch.where(is_lossy & children.any(-1) & ~is_refused, other, token)
 
