@@ -114,13 +114,14 @@ class Decoder:
         rule: str | AcceptanceRule | None = None,
         drafter: Drafter | Literal["own"] | None = "own",
         config: EngineConfig | None = None,
+        dropout: DropoutConfig | None = None,
     ) -> SpeculativeEngine:
         """A new engine over the loaded models, with no requests. drafter=None decodes plainly."""
         return SpeculativeEngine(
             _with_own_cache(self.target),
             _with_own_state(self.drafter) if drafter == "own" else drafter,
             rule=self.rule if rule is None else rule,
-            dropout=self.dropout,
+            dropout=dropout or self.dropout,
             config=config or self.config,
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
             eos_ids=self.eos_ids,

@@ -8,6 +8,7 @@ import warnings
 import typer
 
 from dropmatch.cli.bench import bench_app
+from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
 from dropmatch.cli.fetch import fetch
 from dropmatch.cli.generate import generate
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(compare)
 app.command()(selfcheck)
 app.command()(fetch)
 app.add_typer(bench_app, name="bench")

@@ -44,9 +44,9 @@ def quick(
     from dropmatch.bench.quick import print_table, run_quick
     from dropmatch.bench.workloads import load_prompts
 
-    draft_lengths = _draft_lengths(lengths)
+    draft_lengths = parse_lengths(lengths)
     drop = o.parse_p_drop(p_drop)
-    _check_writable(output)
+    check_writable(output)
     prompts = load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval)
     if not prompts:
         raise ConfigError("--num-gsm8k and --num-humaneval are both 0. Give at least one prompt.")
@@ -92,7 +92,7 @@ def heads(
     from dropmatch.bench.workloads import load_prompts
 
     drop = o.parse_p_drop(p_drop)
-    _check_writable(output)
+    check_writable(output)
     result = run_heads(
         load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval),
         target=target,
@@ -109,7 +109,7 @@ def heads(
     print(json.dumps({"output": str(output), **result["summary"]}))
 
 
-def _draft_lengths(text: str) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """ "5,10" -> [5, 10], each once."""
     try:
         lengths = [int(part) for part in text.split(",")]
@@ -120,7 +120,7 @@ def _draft_lengths(text: str) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
-def _check_writable(output: Path) -> None:
+def check_writable(output: Path) -> None:
     """Raise before minutes of measuring, not after them."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -43,6 +43,18 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     stats: RequestStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round's evidence and verdict, for those who study rules.
+
+    requests: [B] numbers of the rows; num_generated: [B] tokens that each had generated before this round."""
+
+    requests: list[int]
+    num_generated: list[int]
+    verification: Verification
+    verdict: Verdict
 
 
 @dataclass(slots=True)
@@ -87,6 +99,7 @@ class SpeculativeEngine:
         self.decode = decode
         self.eos_ids = frozenset(eos_ids)
         self.stats = EngineStats()
+        self.observer: Callable[[Round], None] | None = None  # sees each round before its tokens are emitted
         self._watch = RadiusWatch(self.head.p_drop)
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
@@ -211,6 +224,8 @@ class SpeculativeEngine:
         if self.config.protect_eos:
             codes = self._without_lossy_eos(v, codes)
         verdict = decide(v, codes, rules, self.config.correction)
+        if self.observer is not None:
+            self.observer(Round([row.request for row in rows], [row.num_generated for row in rows], v, verdict))
         times.head_rows = self.head.rows_asked
         self._watch.see(v.seen)
         times.judge += clock.lap()

@@ -60,18 +60,25 @@ class HFModel:
 
         Returns hidden [R, S, d] with S the longest prompt; what stands right of a shorter prompt means nothing.
         """
-        lengths = [len(prompt) for prompt in prompts]
+        unique = list(dict.fromkeys(tuple(prompt) for prompt in prompts))  # equal prompts are run once
+        number = {prompt: i for i, prompt in enumerate(unique)}
+        index = [number[tuple(prompt)] for prompt in prompts]
+        lengths = [len(prompt) for prompt in unique]
         longest = max(lengths, default=0)
-        self._check_prompts(prompts, longest)
-        fresh = RaggedCache(len(self.anatomy.layers), num_rows=len(prompts))
+        self._check_prompts(unique, longest)
+        fresh = RaggedCache(len(self.anatomy.layers), num_rows=len(unique))
         if longest:
             # Right padding needs no mask: under a causal mask no token sees the padding behind it.
-            padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in prompts]
+            padded = [[*prompt, *[prompt[-1] if prompt else 0] * (longest - len(prompt))] for prompt in unique]
             tokens = torch.tensor(padded, device=self.input_device)
             output = self._run(fresh, tokens, None)
         else:
-            output = self._empty(len(prompts), 0)
+            output = self._empty(len(unique), 0)
         fresh.commit(lengths)
+        if len(unique) < len(prompts):
+            fresh.filter(index)
+            rows = torch.tensor(index, device=output.hidden.device)
+            output = ModelOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
         self._cache.append(fresh)
         return output
 

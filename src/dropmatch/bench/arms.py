@@ -1,0 +1,97 @@
+"""The decoding methods that a comparison sets side by side, written as text: `dropmatch@p=0.2@k=20`.
+
+A rule by name (or several joined by '+'), then settings of its own behind '@': p (drop probability or auto), k
+(dropout paths), guard (least target probability of a lossy token), guard-ratio, heads (full or shortlist), L (draft
+length). What is left out comes from the command's own options. `plain` is decoding without a draft.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dropmatch.config import DropoutConfig
+from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
+from dropmatch.errors import ConfigError, UnknownNameError
+
+PLAIN = "plain"
+_SETTINGS = ("p", "k", "guard", "guard-ratio", "heads", "L")
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSpec:
+    """One method at one draft length. rule: as written, settings included; made: the rule itself."""
+
+    rule: str
+    draft_length: int
+    made: AcceptanceRule
+    dropout: DropoutConfig
+
+    @property
+    def name(self) -> str:
+        return PLAIN if self.draft_length == 0 else f"{self.rule} L={self.draft_length}"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.draft_length == 0
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.rule == "lossless"
+
+
+def split_list(text: str) -> list[str]:
+    """Parts between commas that stand outside brackets: "a,b(x=1,y=2)" -> ["a", "b(x=1,y=2)"]."""
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+
+
+def parse_arms(
+    rules: Sequence[str], lengths: Sequence[int], dropout: DropoutConfig, options: RuleOptions
+) -> list[ArmSpec]:
+    """All rules at all draft lengths, each combination once. Raises ConfigError naming what cannot be read."""
+    if not rules:
+        raise ConfigError("No rule was given. Name at least one, such as lossless,dropmatch.")
+    arms: list[ArmSpec] = []
+    for rule in rules:
+        made, own_dropout, own_length = _parse(rule, dropout, options)
+        if rule == PLAIN:
+            arms.append(ArmSpec(rule, 0, made, own_dropout))
+            continue
+        name = "@".join(part for part in rule.split("@") if not part.startswith("L="))
+        arms += [ArmSpec(name, length, made, own_dropout) for length in ([own_length] if own_length else lengths)]
+    return list({arm.name: arm for arm in arms}.values())
+
+
+def _parse(text: str, dropout: DropoutConfig, options: RuleOptions) -> tuple[AcceptanceRule, DropoutConfig, int | None]:
+    name, *settings = text.split("@")
+    length: int | None = None
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in _SETTINGS:
+            raise UnknownNameError(f"setting of rule {name!r}", key, _SETTINGS)
+        try:
+            if key == "L":
+                length = int(value)
+                if length < 1:
+                    raise ValueError
+            elif key == "guard":
+                options = replace(options, guard_prob=float(value))
+            elif key == "guard-ratio":
+                options = replace(options, guard_ratio=float(value))
+            else:
+                dropout = replace(dropout, **_dropout_setting(key, value))
+        except ValueError as error:
+            why = f" {error}" if isinstance(error, ConfigError) else ""
+            raise ConfigError(f"{text!r}: the value of {key!r} cannot be {value!r}.{why}") from None
+    return make_rule("exact" if name == PLAIN else name, options), dropout, length
+
+
+def _dropout_setting(key: str, value: str) -> dict[str, Any]:
+    if key == "k":
+        return {"num_paths": int(value)}
+    if key == "heads":
+        return {"heads": value}
+    p_drop: float | Literal["auto"] = "auto" if value == "auto" else float(value)
+    return {"p_drop": p_drop}
