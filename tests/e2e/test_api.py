@@ -19,6 +19,7 @@ import dropmatch
 import tiny
 from dropmatch import SamplingParams, SaturationWarning
 from dropmatch.config import EngineConfig
+from dropmatch.core.calibrate import PDropChoice
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import (
     ConfigError,
@@ -545,3 +546,15 @@ def test_a_draft_model_in_int4_decodes_losslessly(tmp_path: Path) -> None:
     expected, got = (decoder.run(["the harbour"], params) for decoder in (plain, drafted))
     assert got.generations[0].tokens == expected.generations[0].tokens
     assert got.stats.requests.drafted > 0
+
+
+def test_auto_takes_the_expected_radius_under_a_rule_in_closed_form(pair: tiny.TinyPair) -> None:
+    def choice(rule: str, p_drop: Any) -> PDropChoice:
+        decoder = dropmatch.load(str(pair.target), str(pair.draft), rule=rule, p_drop=p_drop)
+        assert decoder.p_drop_choice is not None
+        assert decoder.dropout.p_drop == decoder.p_drop_choice.p_drop
+        return decoder.p_drop_choice
+
+    assert not choice("dropmatch", "auto").is_expected
+    assert choice("dropmatch-expected", "auto").is_expected
+    assert choice("dropmatch", "auto-expected") == choice("dropmatch-expected", "auto")

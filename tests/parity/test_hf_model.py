@@ -181,6 +181,27 @@ def test_a_row_does_not_depend_on_its_batch_mates(tiny: Builder) -> None:
     assert (together[:1] - alone).abs().max() < FLOAT64_SDPA
 
 
+def test_equal_prompts_are_run_once_and_then_go_their_own_ways(tiny: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = session(tiny("qwen2-mixed"), FLOAT64_SDPA)
+    widths: list[tuple[int, ...]] = []
+    real = run.wrapped._run
+    monkeypatch.setattr(
+        run.wrapped,
+        "_run",
+        lambda cache, tokens, mask: (widths.append(tuple(tokens.shape)), real(cache, tokens, mask))[1],
+    )
+    prompts = [[5, 6, 7], [9], [5, 6, 7], [], [9], [5, 6, 7]]
+    hidden = run.wrapped.add_rows(prompts).hidden
+    assert widths == [(3, 3)]
+    assert run.wrapped.lengths == [3, 1, 3, 0, 1, 3]
+    run.texts = [list(prompt) for prompt in prompts]
+    for row, prompt in zip(hidden, prompts, strict=True):
+        if prompt:
+            run.check(row[len(prompt) - 1], plain_logits(run.model, [prompt])[0][-1])
+    run.step(5)
+    run.step(4, is_chain=True)
+
+
 def test_a_row_that_overflowed_does_not_poison_others(tiny: Builder) -> None:
     """Masked keys still enter the weighted sum with weight 0, and 0 times NaN is NaN: unused room must be zero."""
     wrapped = HFModel(tiny("llama"))

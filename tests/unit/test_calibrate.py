@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from dropmatch.config import DropoutConfig, SamplingParams
 from dropmatch.core import calibrate
+from dropmatch.core.acceptance import RuleOptions, is_closed_form, make_rule
 from dropmatch.core.calibrate import (
     P_DROP_GRID,
     TARGET_RADIUS,
     RadiusWatch,
     SaturationWarning,
     choose_p_drop,
+    expected_radius_at,
     radius_at,
 )
 from dropmatch.core.reasons import Reason
@@ -30,6 +32,7 @@ from toys import run_one
 V = 1000
 SMALL = ScriptedModel(V, 24, seed=2, scale=4.0)  # few hidden coordinates: p_drop=0.3 is far too much
 PROMPT = [5, 6, 7]
+MOST_STEPS_APART = 2
 
 
 def _random_drafter() -> RandomDrafter:
@@ -123,6 +126,58 @@ def test_radius_grows_with_the_rate_and_stays_below_ln_2() -> None:
     assert medians == sorted(medians)
     assert float(radius_at(SMALL.head, SMALL.table[:100], DropoutConfig(), 0.5).max()) <= LN2 + 1e-6
     assert float(radius_at(SMALL.head, SMALL.table[:10], DropoutConfig(), 0.0).max()) == 0.0
+
+
+def test_expected_choice_draws_no_masks_and_is_near_the_sampled_one() -> None:
+    """The closed radius is within a factor of two of the sampled one where the radius is small, so that the choice is
+    off by two steps of the grid at most. Seeds only move the sampled one."""
+    states = SMALL.table[:200]
+    sampled = choose_p_drop(SMALL.head, states, DropoutConfig())
+    expected = choose_p_drop(SMALL.head, states, DropoutConfig(), expected=True)
+    assert expected == choose_p_drop(SMALL.head, states, DropoutConfig(), seed=9, expected=True)
+    assert (sampled.is_expected, expected.is_expected) == (False, True)
+    steps = [P_DROP_GRID.index(choice.p_drop) for choice in (sampled, expected)]
+    assert abs(steps[0] - steps[1]) <= MOST_STEPS_APART
+    assert expected.median_radius[expected.p_drop] <= TARGET_RADIUS
+    for p in (0.02, 0.05):
+        closed = float(expected_radius_at(SMALL.head, states, 5, p).median())
+        drawn = float(radius_at(SMALL.head, states, DropoutConfig(), p).median())
+        assert 0.5 < closed / drawn < 2.0
+
+
+def test_expected_radius_does_not_depend_on_the_block_a_position_stands_in() -> None:
+    whole = expected_radius_at(SMALL.head, SMALL.table[:130], 5, 0.1)
+    alone = torch.cat([expected_radius_at(SMALL.head, SMALL.table[i : i + 1], 5, 0.1) for i in (0, 64, 129)])
+    assert torch.allclose(whole[[0, 64, 129]], alone, rtol=1e-5)
+
+
+def test_expected_choice_needs_the_rows_of_the_head() -> None:
+    class Hidden:
+        is_linear, vocab_size = True, V
+
+        def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+            return SMALL.head(hidden)
+
+    with pytest.raises(ConfigError, match="no weight matrix"):
+        choose_p_drop(Hidden(), SMALL.table[:5], DropoutConfig(), expected=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_closed"),
+    [
+        ("dropmatch", False),
+        ("exact", False),
+        ("lossless", False),
+        ("top-k(k=3)", False),
+        ("expected-head", True),
+        ("dropmatch-expected", True),
+        ("expected-head+majority", False),
+    ],
+)
+def test_rules_in_closed_form_are_known(rule: str, is_closed: bool) -> None:
+    assert is_closed_form(make_rule(rule)) is is_closed
+    if "lossless" not in rule:
+        assert is_closed_form(make_rule(rule, RuleOptions(guard_prob=0.1))) is is_closed
 
 
 def test_choice_needs_hidden_states() -> None:

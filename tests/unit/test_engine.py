@@ -16,7 +16,7 @@ import torch
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core import head as head_module
 from dropmatch.core.acceptance import AcceptanceRule, Guard, make_rule, rule_names
-from dropmatch.core.engine import SpeculativeEngine
+from dropmatch.core.engine import Round, SpeculativeEngine
 from dropmatch.core.interfaces import Drafter, DraftTree
 from dropmatch.core.reasons import Reason
 from dropmatch.core.rivals import RIVALS
@@ -851,3 +851,23 @@ def test_one_target_forward_serves_all_rows_of_a_round() -> None:
     results = run(engine, PROMPTS, SamplingParams(max_new_tokens=20))
     assert target.forwards == max(result.stats.rounds for result in results)
     assert engine.stats.time.target_forwards == target.forwards
+
+
+def test_an_observer_sees_each_round_before_its_tokens_are_emitted() -> None:
+    engine = SpeculativeEngine(_target(), _drafter(), rule="dropmatch", dropout=GENTLE)
+    rounds: list[Round] = []
+    engine.observer = rounds.append
+    for prompt in PROMPTS:
+        engine.add(prompt, SamplingParams(max_new_tokens=12))
+    emitted = dict.fromkeys(range(len(PROMPTS)), 0)
+    while engine.has_work:
+        chunks = engine.step()
+        seen = rounds[-1]
+        assert seen.requests == [chunk.request for chunk in chunks]
+        assert seen.num_generated == [emitted[request] for request in seen.requests]
+        for b, chunk in enumerate(chunks):
+            emitted[chunk.request] += len(chunk.tokens)
+            kept = seen.verification.tree.tokens[b, seen.verdict.path[b, 1:]].tolist()
+            given = [*kept[: int(seen.verdict.num_accepted[b])], int(seen.verdict.next_token[b])]
+            assert list(chunk.tokens) == given[: len(chunk.tokens)]
+    assert len(rounds) == engine.stats.time.target_forwards
