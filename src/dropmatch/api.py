@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dropmatch.config import DropoutConfig, EngineConfig, Heads, SamplingParams, check_choice
+from dropmatch.config import DropoutConfig, EngineConfig, Heads, PDrop, SamplingParams, check_choice
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, as_rule
 from dropmatch.core.engine import Chunk, SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
@@ -42,7 +42,7 @@ Prompt = str | Sequence[Message] | Sequence[int] | Tensor
 DraftWeights = Literal["own", "int4"]
 
 # On the small pair's target 0.3 saturates the radius, so that Eq. 6 would keep almost anything.
-_P_DROP: dict[str, float | Literal["auto"]] = {"small": "auto"}
+_P_DROP: dict[str, PDrop] = {"small": "auto"}
 _MODEL_FREE = ("none", "ngram", "random")
 
 
@@ -86,7 +86,7 @@ class Decoder:
         self.drafter = drafter
         self.rule = rule
         self.config = config
-        self.dropout, self.p_drop_choice = settle_p_drop(target, tokenizer, dropout)
+        self.dropout, self.p_drop_choice = settle_p_drop(target, tokenizer, dropout, rule=rule)
         self.eos_ids = _eos_ids(target.model, tokenizer)
 
     def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
@@ -176,7 +176,7 @@ def load(
     rule: str | AcceptanceRule = "dropmatch",
     rule_options: RuleOptions | None = None,
     num_paths: int = 5,
-    p_drop: float | Literal["auto"] | None = None,
+    p_drop: PDrop | None = None,
     heads: Heads = "full",
     draft_length: int = 5,
     draft_weights: DraftWeights = "own",
@@ -192,8 +192,8 @@ def load(
 
     target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
     reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
-    rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, or "auto"; None takes 0.3,
-    or what a named pair needs.
+    rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, "auto" or
+    "auto-expected" (see `DropoutConfig`); None takes 0.3, or what a named pair needs.
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
     pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.

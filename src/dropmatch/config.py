@@ -20,6 +20,7 @@ MaskSharing = Literal["position", "round", "fixed"]
 Noise = Literal["shared", "independent"]
 Heads = Literal["full", "shortlist"]
 Correction = Literal["plain", "centroid", "head1", "mode"]
+PDrop = float | Literal["auto", "auto-expected"]
 
 LogitsProcessor = Callable[..., Any]
 """(ids [R, S] int64, logits [R, V]) -> logits [R, V]; transformers' LogitsProcessor and LogitsProcessorList fit."""
@@ -64,7 +65,8 @@ class DropoutConfig:
     """Monte Carlo dropout on the LM head's input (Eq. 1-3).
 
     num_paths: K, the number of dropout paths. p_drop: chance that a coordinate is dropped, in [0, 1), or "auto" to
-    pick it from the model's own radius when the engine is built.
+    pick it from the model's own radius, sampled or, for rules in closed form, expected; "auto-expected" takes the
+    expected radius under any rule.
     mask_sharing: "position" draws fresh masks for each position, "round" one set per verification, "fixed" one set.
     noise: how path tokens are sampled at temperature > 0: "shared" Gumbel noise (p_drop=0 is then exactly lossless)
     or "independent" noise per path (biased towards the draft; for comparison only).
@@ -74,7 +76,7 @@ class DropoutConfig:
     """
 
     num_paths: int = 5
-    p_drop: float | Literal["auto"] = 0.3
+    p_drop: PDrop = 0.3
     mask_sharing: MaskSharing = "position"
     noise: Noise = "shared"
     heads: Heads = "full"
@@ -88,7 +90,7 @@ class DropoutConfig:
         check_choice("heads", self.heads, ("full", "shortlist"))
         _check_count("shortlist_size", self.shortlist_size, 2)
         if isinstance(self.p_drop, str):
-            check_choice("p_drop", self.p_drop, ("auto",))
+            check_choice("p_drop", self.p_drop, ("auto", "auto-expected"))
         else:
             _check_range("p_drop", self.p_drop, 0.0, 1.0, open_high=True)
 

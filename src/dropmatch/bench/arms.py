@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from dropmatch.config import DropoutConfig
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
@@ -93,5 +93,4 @@ def _dropout_setting(key: str, value: str) -> dict[str, Any]:
         return {"num_paths": int(value)}
     if key == "heads":
         return {"heads": value}
-    p_drop: float | Literal["auto"] = "auto" if value == "auto" else float(value)
-    return {"p_drop": p_drop}
+    return {"p_drop": value if value.startswith("auto") else float(value)}

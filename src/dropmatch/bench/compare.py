@@ -96,7 +96,7 @@ def run_compare(
     is measured anew. restart: neither. Raises ConfigError, DataError.
     """
     provenance = collect(device=str(decoder.target.device))
-    arms = [replace(arm, dropout=settle_p_drop(decoder.target, decoder.tokenizer, arm.dropout)[0]) for arm in arms]
+    arms = [replace(arm, dropout=_settled(decoder, arm)) for arm in arms]
     same = {  # what an earlier run must share for its answers to stand for this one's
         **described,
         "k": decoder.dropout.num_paths,
@@ -137,6 +137,10 @@ def run_compare(
         write_compare(result, output)
         journal.remove()
     return result
+
+
+def _settled(decoder: Decoder, arm: ArmSpec) -> DropoutConfig:
+    return settle_p_drop(decoder.target, decoder.tokenizer, arm.dropout, rule=arm.made)[0]
 
 
 def write_compare(result: Mapping[str, Any], output: Path) -> None:

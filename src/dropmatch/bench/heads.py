@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 import dropmatch
 from dropmatch.bench.results import write_result
 from dropmatch.bench.workloads import Item
-from dropmatch.config import SamplingParams
+from dropmatch.config import PDrop, SamplingParams
 from dropmatch.core.head import HeadEnsemble, MCDropoutHead
 from dropmatch.errors import ConfigError
 from dropmatch.provenance import collect
@@ -86,7 +86,7 @@ def run_heads(
     draft_length: int,
     max_new_tokens: int,
     num_paths: int,
-    p_drop: float | Literal["auto"] | None,
+    p_drop: PDrop | None,
     shortlist_size: int,
     dtype: str,
     device: str,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +23,7 @@ import dropmatch
 from dropmatch.api import Decoder
 from dropmatch.bench.results import write_result
 from dropmatch.bench.workloads import Item
-from dropmatch.config import EngineConfig, SamplingParams
+from dropmatch.config import EngineConfig, PDrop, SamplingParams
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.stats import EngineStats
 from dropmatch.drafters.draft_model import DraftModelDrafter
@@ -52,7 +52,7 @@ def run_quick(
     lengths: Sequence[int],
     max_new_tokens: int,
     num_paths: int,
-    p_drop: float | Literal["auto"] | None,
+    p_drop: PDrop | None,
     heads: str,
     draft_weights: str,
     min_confidence: float,

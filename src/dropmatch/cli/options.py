@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dropmatch.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dropmatch import config
     from dropmatch.api import Decoder
 
 Target = Annotated[
@@ -22,7 +23,7 @@ Rule = Annotated[str, typer.Option(help="Acceptance rule, or several joined by '
 NumPaths = Annotated[int, typer.Option("--k", min=1, help="K, dropout paths through the LM head.")]
 PDrop = Annotated[
     str | None,
-    typer.Option(help="Drop probability of the head's input, or auto. Left out: 0.3, for small auto."),
+    typer.Option(help="Drop probability of the head's input, auto, or auto-expected. Left out: 0.3, for small auto."),
 ]
 GuardProb = Annotated[
     float, typer.Option(min=0, max=1, help="Never keep a lossy token below this target probability (0: off).")
@@ -43,14 +44,16 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def parse_p_drop(text: str | None) -> float | Literal["auto"] | None:
-    """A number in [0, 1), or "auto"; None leaves the choice to load."""
-    if text is None or text == "auto":
-        return text  # type: ignore[return-value]  # "auto" is the only string left
+def parse_p_drop(text: str | None) -> config.PDrop | None:
+    """A number in [0, 1), "auto" or "auto-expected"; None leaves the choice to load."""
+    if text is None or text in ("auto", "auto-expected"):
+        return text  # type: ignore[return-value]  # the two names are the only strings left
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"--p-drop={text!r} is not allowed. Give a number in [0, 1), or auto.") from None
+        raise ConfigError(
+            f"--p-drop={text!r} is not allowed. Give a number in [0, 1), auto, or auto-expected."
+        ) from None
 
 
 def load_decoder(
@@ -91,6 +94,6 @@ def load_decoder(
     )
     if decoder.p_drop_choice is not None:
         choice = decoder.p_drop_choice
-        radius = choice.median_radius[choice.p_drop]
-        typer.secho(f"p_drop=auto chose {choice.p_drop} (median radius {radius:.3f} nats).", err=True, dim=True)
+        radius, kind = choice.median_radius[choice.p_drop], "expected" if choice.is_expected else "sampled"
+        typer.secho(f"p_drop=auto chose {choice.p_drop} (median {kind} radius {radius:.3f} nats).", err=True, dim=True)
     return decoder

@@ -354,6 +354,16 @@ def as_rule(rule: object, options: RuleOptions | None = None) -> AcceptanceRule:
     return rule  # type: ignore[return-value]  # a Protocol: judge is what tells it
 
 
+def is_closed_form(rule: AcceptanceRule) -> bool:
+    """Whether a rule judges by what dropout heads do on average, and asks no sampled ones."""
+    if Need.HEADS in rule.needs:
+        return False
+    parts = rule.rules if isinstance(rule, AnyOf) else (rule.rule if isinstance(rule, Guard) else rule,)
+    if parts == (rule,):
+        return isinstance(rule, ExpectedHead | ExpectedJS | ExpectedMajority)
+    return any(is_closed_form(part) for part in parts)
+
+
 def needs_of(rules: Sequence[AcceptanceRule]) -> frozenset[Need]:
     """Evidence that any of the rules may ask for."""
     return frozenset[Need]().union(*(rule.needs for rule in rules))
@@ -372,6 +382,7 @@ __all__ = [
     "TargetMatch",
     "Tie",
     "as_rule",
+    "is_closed_form",
     "make_rule",
     "needs_of",
     "rule_names",

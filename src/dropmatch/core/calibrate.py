@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig
+from dropmatch.core.closed_form import head_radius
 from dropmatch.core.head import MCDropoutHead
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import LMHead
 from dropmatch.core.verification import NodeEnsemble
 from dropmatch.errors import ConfigError
@@ -27,6 +29,7 @@ TARGET_RADIUS = 0.03
 
 _SATURATED = LN2 / 2
 _WATCHED = 32
+_BLOCK = 64  # positions whose closed form is computed at once
 
 
 class SaturationWarning(UserWarning):
@@ -35,26 +38,34 @@ class SaturationWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class PDropChoice:
-    """The chosen p_drop and the median radius (nats) measured at each p tried."""
+    """The chosen p_drop and the median radius (nats) at each p tried. is_expected: radii of the closed form."""
 
     p_drop: float
     median_radius: dict[float, float]
+    is_expected: bool = False
 
 
 @torch.inference_mode()
-def choose_p_drop(head: LMHead, hidden: Tensor, config: DropoutConfig, *, seed: int = 0) -> PDropChoice:
+def choose_p_drop(
+    head: LMHead, hidden: Tensor, config: DropoutConfig, *, seed: int = 0, expected: bool = False
+) -> PDropChoice:
     """The largest p_drop of P_DROP_GRID whose median radius stays within TARGET_RADIUS on these hidden states.
 
     hidden: [T, d], inputs of the LM head at positions of ordinary text. If even the smallest p exceeds it, that one.
+    expected: take the closed form's radius, which draws no masks, instead of that of sampled heads.
     """
     if len(hidden) == 0:
         raise ConfigError("p_drop='auto' needs at least one hidden state to measure the radius at.")
     measured: dict[float, float] = {}
     for p_drop in P_DROP_GRID:
-        measured[p_drop] = float(radius_at(head, hidden, config, p_drop, seed=seed).median())
+        if expected:
+            radius = expected_radius_at(head, hidden, config.num_paths, p_drop)
+        else:
+            radius = radius_at(head, hidden, config, p_drop, seed=seed)
+        measured[p_drop] = float(radius.median())
         if measured[p_drop] <= TARGET_RADIUS:
             break
-    return PDropChoice(p_drop, measured)
+    return PDropChoice(p_drop, measured, expected)
 
 
 @torch.inference_mode()
@@ -69,6 +80,16 @@ def radius_at(head: LMHead, hidden: Tensor, config: DropoutConfig, p_drop: float
     heads = MCDropoutHead(head, settings)(hidden, keys, pick=lambda logits, index: logits.argmax(-1), with_js=True)
     assert heads.radius is not None
     return heads.radius
+
+
+@torch.inference_mode()
+def expected_radius_at(head: LMHead, hidden: Tensor, num_paths: int, p_drop: float) -> Tensor:
+    """The closed form's radius in nats at each hidden state. hidden: [T, d]. Returns [T].
+
+    Raises ConfigError if the head does not show its rows."""
+    rows = HeadRows.of(head)
+    parts = torch.split(hidden, _BLOCK)
+    return torch.cat([head_radius(rows, part, head(part), num_paths, p_drop) for part in parts])
 
 
 class RadiusWatch:

@@ -75,8 +75,10 @@ class MCDropoutHead:
     """
 
     def __init__(self, head: LMHead, config: DropoutConfig, *, tie: Tie = "centroid") -> None:
-        if config.p_drop == "auto":
-            raise ConfigError("p_drop='auto' must be settled before the head is built. Call `choose_p_drop` first.")
+        if isinstance(config.p_drop, str):
+            raise ConfigError(
+                f"p_drop={config.p_drop!r} must be settled before the head is built. Call `choose_p_drop` first."
+            )
         self.head = head
         self.config = config
         self.tie: Tie = tie

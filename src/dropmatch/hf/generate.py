@@ -11,14 +11,14 @@ bound here instead. A processor must be a function of one row's ids: it is asked
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import generation
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.config import DropoutConfig, EngineConfig, PDrop, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, as_rule
 from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.interfaces import Drafter
@@ -170,7 +170,7 @@ class GenerateDecoder:
         for model, settled in self._settled:
             if model is target.model:
                 return settled
-        settled, _ = settle_p_drop(target, self._tokenizer, self._dropout)
+        settled, _ = settle_p_drop(target, self._tokenizer, self._dropout, rule=as_rule(self._rule))
         self._settled.append((target.model, settled))
         return settled
 
@@ -196,7 +196,7 @@ def decoder(
     *,
     rule: str | AcceptanceRule = "dropmatch",
     num_paths: int = 5,
-    p_drop: float | Literal["auto"] = 0.3,
+    p_drop: PDrop = 0.3,
     draft_length: int = 5,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -217,7 +217,7 @@ def decoder(
         raise ConfigError(f"stop={stop!r} is not allowed. Give a list of strings that are not empty.")
     if stop and tokenizer is None:
         raise ConfigError("stop strings need the tokenizer. Give decoder(..., tokenizer=tokenizer).")
-    if p_drop == "auto" and tokenizer is None:
+    if isinstance(p_drop, str) and tokenizer is None:
         raise ConfigError("p_drop='auto' needs the tokenizer. Give decoder(..., tokenizer=tokenizer).")
     made_rule = as_rule(rule)
     dropout = DropoutConfig(num_paths=num_paths, p_drop=p_drop)
