@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dropmatch.bench.tables import main, render, table
+from dropmatch.bench.tables import _compare, main, render, table
 from dropmatch.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,48 @@ def test_a_table_is_written_between_its_marks_and_the_rest_stays(
     assert document.read_text() == text
 
 
+def test_a_comparison_shows_what_rules_cost() -> None:
+    figures = {
+        "rule": "dropmatch",
+        "arm": "dropmatch L=5",
+        "task": "gsm8k",
+        "tau": 5.5,
+        "tau_low": 5.25,
+        "tau_high": 5.75,
+        "accuracy": 0.5,
+        "accuracy_low": 0.25,
+        "accuracy_high": 0.75,
+        "accuracy_difference": -0.125,
+        "difference_low": -0.25,
+        "difference_high": 0.0625,
+        "p_value": 0.0312,
+        "lossy_share": 0.025,
+        "lossy_prob_mean": 0.2,
+        "logprob_mean": -0.25,
+        "length_ratio": 1.5,
+        "repetition": 0.0625,
+        "diverged_share": 0.75,
+        "over_plain": None,
+        "over_lossless": None,
+        "pareto": True,
+    }
+    ungraded = {**figures, "arm": "lossless L=5", "pareto": False, "lossy_prob_mean": None}
+    ungraded |= dict.fromkeys(("accuracy", "accuracy_difference", "p_value"))
+    result = {
+        "kind": "compare",
+        "settings": {**RESULT["settings"], "temperature": 0.0},
+        "summary": [figures, ungraded],
+        "provenance": {"torch": "2", "command": "dropmatch compare"},
+    }
+    lines = _compare(result, "r.json").splitlines()
+    assert lines[2] == (
+        "| dropmatch L=5 * | 5.50 (5.25-5.75) | 50.0 (25.0 to 75.0) | -12.5 (-25.0 to +6.2) | 0.031 | 2.50% | 0.20 | "
+        "-0.250 | 1.500 | 6.2% | 75% |"
+    )
+    assert lines[3].startswith("| lossless L=5 | 5.50 (5.25-5.75) |  |  |  | 2.50% |  |")
+    assert all(line.count("|") == lines[0].count("|") for line in lines[1:4])
+
+
 def test_missing_broken_and_foreign_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     with pytest.raises(DataError, match="does not exist"):
@@ -83,5 +125,5 @@ def test_missing_broken_and_foreign_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: not JSON"):
         table(path, "r.json")
     path.write_text('{"kind": "other"}')
-    with pytest.raises(DataError, match="is not a results file"):
+    with pytest.raises(DataError, match="holds 'other'.*bench-quick, compare"):
         table(path, "r.json")

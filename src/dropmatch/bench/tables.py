@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ def table(path: Path, name: str) -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
-    if not isinstance(result, dict) or result.get("kind") != "bench-quick":
-        raise DataError(f"{path} is not a results file of `dropmatch bench quick`.")
-    return _quick(result, name)
+    kind = result.get("kind") if isinstance(result, dict) else None
+    if kind not in _TABLES:
+        raise DataError(f"{path} holds {kind!r}. Tables are made of: {', '.join(_TABLES)}.")
+    return _TABLES[kind](result, name)
 
 
 def _quick(result: dict[str, Any], name: str) -> str:
@@ -77,6 +79,65 @@ def _quick(result: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _compare(result: dict[str, Any], name: str) -> str:
+    """What the rules keep and what it costs the answers; speed only where it was timed."""
+    rows = result["summary"]
+    has_speed = any(row["over_lossless"] for row in rows)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    head = [
+        "rule",
+        *(["task"] if len(tasks) > 1 else []),
+        "tau",
+        "accuracy",
+        "less lossless (95%)",
+        "p",
+        "lossy tokens",
+    ]
+    head += ["their probability", "log-probability", "length", "repeated 4-grams", "changed answers"]
+    head += ["over plain", "over lossless"] if has_speed else []
+    left = 2 if len(tasks) > 1 else 1
+    lines = [_row(head), _row(["---"] * left + ["---:"] * (len(head) - left))]
+    for row in rows:
+        cells = [f"{row['arm']}{' *' if row['pareto'] else ''}", *([row["task"]] if len(tasks) > 1 else [])]
+        cells.append(f"{row['tau']:.2f} ({row['tau_low']:.2f}-{row['tau_high']:.2f})")
+        cells.append(_shares(row, "accuracy", "accuracy_low", "accuracy_high", sign=""))
+        cells.append(_shares(row, "accuracy_difference", "difference_low", "difference_high", sign="+"))
+        cells.append("" if row["p_value"] is None else f"{row['p_value']:.2g}")
+        cells.append(f"{row['lossy_share']:.2%}")
+        cells.append(_number(row["lossy_prob_mean"], ".2f"))
+        cells.append(_number(row["logprob_mean"], ".3f"))
+        cells.append(_number(row["length_ratio"], ".3f"))
+        cells.append(_number(row["repetition"], ".1%"))
+        cells.append(_number(row["diverged_share"], ".0%"))
+        if has_speed:
+            for key in ("over_plain", "over_lossless"):
+                cells.append("{median:.2f}x ({min:.2f}-{max:.2f})".format(**row[key]) if row[key] else "")
+        lines.append(_row(cells))
+    settings, provenance = result["settings"], result["provenance"]
+    lines += [
+        "",
+        f"{len(settings['items'])} prompts. Accuracy in per cent with Wilson's 95% interval; the difference to lossless is "
+        "paired by prompt, p is McNemar's exact test; `*`: no other rule beats it in both tau and accuracy. "
+        f"Log-probability: mean per token of the text under the undropped target. Pair: `{settings['target']}`"
+        f"{' with ' + settings['draft'] if settings['draft'] else ''}, {settings['dtype'].removeprefix('torch.')}, "
+        f"K={settings['k']}, p_drop={settings['p_drop']} where a rule does not say; temperature "
+        f"{settings['temperature']:g}; torch {provenance['torch']}. From `{name}`, made by",
+        f"`{provenance['command']}`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _shares(row: dict[str, Any], value: str, low: str, high: str, *, sign: str) -> str:
+    """A share and its interval in per cent."""
+    if row[value] is None:
+        return ""
+    return f"{100 * row[value]:{sign}.1f} ({100 * row[low]:{sign}.1f} to {100 * row[high]:{sign}.1f})"
+
+
 def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:
     """Tokens per second of decoding, prefill left out, pooled over the prompts, as a ratio at the same draft length."""
     base = arms.get(f"lossless L={arm.split('=')[-1]}")
@@ -88,6 +149,9 @@ def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+_TABLES: dict[str, Callable[[dict[str, Any], str], str]] = {"bench-quick": _quick, "compare": _compare}
 
 
 def main(paths: list[str]) -> None:
