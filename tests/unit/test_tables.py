@@ -125,5 +125,5 @@ def test_missing_broken_and_foreign_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: not JSON"):
         table(path, "r.json")
     path.write_text('{"kind": "other"}')
-    with pytest.raises(DataError, match="holds 'other'.*bench-quick, compare"):
+    with pytest.raises(DataError, match=r"holds 'other'.*bench-quick, compare"):
         table(path, "r.json")

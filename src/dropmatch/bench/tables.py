@@ -116,8 +116,8 @@ def _compare(result: dict[str, Any], name: str) -> str:
     settings, provenance = result["settings"], result["provenance"]
     lines += [
         "",
-        f"{len(settings['items'])} prompts. Accuracy in per cent with Wilson's 95% interval; the difference to lossless is "
-        "paired by prompt, p is McNemar's exact test; `*`: no other rule beats it in both tau and accuracy. "
+        f"{len(settings['items'])} prompts. Accuracy in per cent with Wilson's 95% interval; the difference to "
+        "lossless is paired by prompt, p is McNemar's exact test; `*`: no rule beats it in both tau and accuracy. "
         f"Log-probability: mean per token of the text under the undropped target. Pair: `{settings['target']}`"
         f"{' with ' + settings['draft'] if settings['draft'] else ''}, {settings['dtype'].removeprefix('torch.')}, "
         f"K={settings['k']}, p_drop={settings['p_drop']} where a rule does not say; temperature "
