@@ -202,6 +202,54 @@ def test_equal_prompts_are_run_once_and_then_go_their_own_ways(tiny: Builder, mo
     run.step(4, is_chain=True)
 
 
+@pytest.mark.parametrize("name", ["qwen2-mixed", "gemma3"])
+def test_twin_rows_are_run_once_until_they_part(tiny: Builder, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Three rows of one prompt and one of another: they share a forward while tokens and trees are the same."""
+    run = session(tiny(name), FLOAT64_SDPA)
+    ran: list[int] = []
+    real = run.wrapped._run
+    monkeypatch.setattr(
+        run.wrapped, "_run", lambda cache, tokens, mask: (ran.append(len(tokens)), real(cache, tokens, mask))[1]
+    )
+    run.texts = [[5, 6, 7], [9, 4, 4, 4], [5, 6, 7], [5, 6, 7]]
+    run.wrapped.add_rows(run.texts)
+
+    def step(drafts: list[list[int]], parents: list[list[int]], kept: list[list[int]]) -> None:
+        tree = DraftTree.tree(torch.tensor(drafts), torch.tensor(parents))
+        hidden = run.wrapped.forward(tree.tokens, tree.ancestors).hidden
+        nodes = [(b, n) for b in range(len(drafts)) for n in range(len(drafts[0]))]
+        paths = [path_to(torch.tensor([n]), tree.ancestors[b : b + 1])[0].tolist() for b, n in nodes]
+        texts = [run.texts[b] + [drafts[b][i] for i in path] for (b, _), path in zip(nodes, paths, strict=True)]
+        for (b, n), logits in zip(nodes, plain_logits(run.model, texts), strict=True):
+            run.check(hidden[b, n], logits[-1])
+        width = max(map(len, kept))
+        run.wrapped.commit([len(k) for k in kept], torch.tensor([k + [k[-1]] * (width - len(k)) for k in kept]))
+        for text, draft, path in zip(run.texts, drafts, kept, strict=True):
+            text += [draft[i] for i in path]
+
+    bushy, chain = [-1, 0, 0, 2], [-1, 0, 1, 2]
+    step([[1, 2, 3, 4]] * 4, [bushy] * 4, [[0, 2, 3], [0], [0, 2, 3], [0, 2, 3]])
+    step([[1, 2, 3, 4]] * 4, [bushy, bushy, bushy, chain], [[0, 1], [0, 2], [0, 1], [0, 1]])  # another tree
+    step([[8, 2, 3, 4]] * 4, [chain] * 4, [[0, 1], [0], [0], [0, 1]])  # rows 0 and 2 keep other tokens
+    step([[7, 2, 3, 4]] * 4, [chain] * 4, [[0], [0], [0], [0]])
+    assert ran == [2, 2, 3, 3, 4]
+    run.wrapped.filter([2, 0])
+    run.texts = [run.texts[2], run.texts[0]]
+    run.step(5)
+
+
+def test_truncated_twins_stay_twins_at_one_length(tiny: Builder) -> None:
+    wrapped = HFModel(tiny("llama"))
+    wrapped.add_rows([[5, 6, 7, 8]] * 3)
+    wrapped.truncate([2, 2, 3])
+    tokens = torch.tensor([[9, 3]] * 3)
+    together = wrapped.forward(tokens).hidden
+    wrapped.filter([])
+    wrapped.add_rows([[5, 6], [5, 6, 7]])
+    apart = wrapped.forward(tokens[:2]).hidden
+    assert (together - apart[[0, 0, 1]]).abs().max() < FLOAT64_SDPA
+
+
 def test_a_row_that_overflowed_does_not_poison_others(tiny: Builder) -> None:
     """Masked keys still enter the weighted sum with weight 0, and 0 times NaN is NaN: unused room must be zero."""
     wrapped = HFModel(tiny("llama"))

@@ -179,6 +179,31 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.lengths.extend(other.lengths)
         self.begin(0)
 
+    def select(self, rows: Sequence[int], room: int) -> RaggedCache:
+        """A copy of these rows' cached tokens, with room for a forward of `room` tokens."""
+        part = RaggedCache(len(self.layers))
+        part.lengths.extend(self.lengths[row] for row in rows)
+        index = torch.tensor(list(rows))
+        end = max(part.lengths) + room
+        for layer, own in zip(self.layers, part.layers, strict=True):
+            if layer.keys is not None and layer.values is not None:
+                there = index.to(layer.keys.device)
+                own.keys = layer.keys[:, :, :end].index_select(0, there)
+                own.values = layer.values[:, :, :end].index_select(0, there)
+                own.is_initialized = True
+        return part
+
+    def spread(self, part: RaggedCache, index: Sequence[int]) -> None:
+        """Take over the last forward of a part: row b gets what the part's row index[b] wrote, uncounted."""
+        num_new = part.num_pending
+        self.begin(num_new)
+        rows = torch.tensor(list(index))
+        for layer, other in zip(self.layers, part.layers, strict=True):
+            there = rows.to(other.keys.device)
+            columns = part._write[0].columns(other.keys.device)
+            for_each = columns.expand(-1, other.keys.shape[1], -1, other.keys.shape[3])
+            layer.update(other.keys.gather(2, for_each)[there], other.values.gather(2, for_each)[there])
+
     def _check_kept(self, num_kept: Sequence[int], path: Tensor | None) -> int:
         longest = max(num_kept, default=0)
         if len(num_kept) != len(self.lengths) or longest > self.num_pending or min(num_kept, default=0) < 0:

@@ -19,13 +19,15 @@ from dropmatch.hf.cache import RaggedCache
 from dropmatch.hf.head import HFHead
 from dropmatch.hf.masks import additive, node_positions, visible_keys
 from dropmatch.hf.support import examine
+from dropmatch.hf.twins import TwinRows, first_of_each
 
 
 class HFModel:
     """A decoder with its own ragged cache. Implements core.interfaces.CachedModel.
 
     head: the model's LM head; device: where hidden states and logits lie; lengths: cached tokens of each row (one
-    list, changed in place; read only); max_positions: longest row the model can hold, None without a limit.
+    list, changed in place; read only); max_positions: longest row the model can hold, None without a limit;
+    tap_layers: as given.
     """
 
     def __init__(self, model: Any, *, tap_layers: Sequence[int] = (), probe: bool = True) -> None:
@@ -46,8 +48,10 @@ class HFModel:
         self.num_embeddings = int(embeddings.num_embeddings)
         self.input_device = _execution_device(embeddings)
         self.device: torch.device = head.device or self.input_device
+        self.tap_layers = tuple(tap_layers)
         self._tapped = _tapped_layers(self.anatomy.layers, tap_layers)
         self._cache = RaggedCache(len(self.anatomy.layers))
+        self._twins = TwinRows()
         self.lengths: list[int] = self._cache.lengths
         if probe:
             from dropmatch.hf.probe import check_model
@@ -60,9 +64,8 @@ class HFModel:
 
         Returns hidden [R, S, d] with S the longest prompt; what stands right of a shorter prompt means nothing.
         """
-        unique = list(dict.fromkeys(tuple(prompt) for prompt in prompts))  # equal prompts are run once
-        number = {prompt: i for i, prompt in enumerate(unique)}
-        index = [number[tuple(prompt)] for prompt in prompts]
+        first, index = first_of_each([tuple(prompt) for prompt in prompts])  # equal prompts are run once
+        unique = [prompts[row] for row in first]
         lengths = [len(prompt) for prompt in unique]
         longest = max(lengths, default=0)
         self._check_prompts(unique, longest)
@@ -80,6 +83,7 @@ class HFModel:
             rows = torch.tensor(index, device=output.hidden.device)
             output = ModelOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
         self._cache.append(fresh)
+        self._twins.add(index)
         return output
 
     @torch.inference_mode()
@@ -96,7 +100,16 @@ class HFModel:
             return self._empty(*tokens.shape)
         if self.max_positions is not None and max(self.lengths) >= self.max_positions:
             raise ShapeError(_too_long(max(self.lengths) + 1, self.max_positions))
-        return self._run(self._cache, tokens.to(self.input_device), ancestors)
+        tokens = tokens.to(self.input_device)
+        first, index = self._twins.begin(tokens, ancestors)
+        if len(first) == len(index):
+            return self._run(self._cache, tokens, ancestors)
+        rows = torch.tensor(first, device=tokens.device)
+        part = self._cache.select(first, tokens.shape[1])
+        output = self._run(part, tokens[rows], None if ancestors is None else ancestors[rows.to(ancestors.device)])
+        self._cache.spread(part, index)
+        spread = torch.tensor(index, device=output.hidden.device)
+        return ModelOutput(output.hidden[spread], None if output.aux is None else output.aux[spread])
 
     @torch.inference_mode()
     def commit(self, num_kept: Sequence[int], path: Tensor | None = None) -> None:
@@ -105,15 +118,18 @@ class HFModel:
         if self.max_positions is not None and longest > self.max_positions:
             raise ShapeError(_too_long(longest, self.max_positions))
         self._cache.commit(num_kept, path)
+        self._twins.commit(num_kept, path)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget cached tokens behind lengths[b]."""
         self._cache.truncate(lengths)
+        self._twins.truncate(lengths)
 
     @torch.inference_mode()
     def filter(self, keep: Sequence[int]) -> None:
         """Keep only the rows with these indices, in this order."""
         self._cache.filter(keep)
+        self._twins.filter(keep)
 
     def _run(self, cache: RaggedCache, tokens: Tensor, ancestors: Tensor | None) -> ModelOutput:
         """One forward of the body over new tokens [B, N], written to the cache."""
