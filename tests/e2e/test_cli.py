@@ -324,11 +324,13 @@ def test_selfcheck_needs_two_tokens_to_draft_one(command: Command, pair: tiny.Ti
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two small workloads."""
+    """Two small evaluation sets."""
     folder = tmp_path / "data"
     folder.mkdir()
+    truth = {"answer": "4", "tests": "def check(candidate): pass", "entry_point": "area"}
     for task, prompts in (("gsm8k", ["a train travels", "so how fast"]), ("humaneval", ["def area("])):
-        lines = [json.dumps({"id": f"{task}/{i}", "task": task, "prompt": prompt}) for i, prompt in enumerate(prompts)]
+        records = [{"id": f"{task}/{i}", "task": task, "prompt": prompt} | truth for i, prompt in enumerate(prompts)]
+        lines = [json.dumps(record) for record in records]
         (folder / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -397,7 +399,10 @@ def test_ratios_are_there_also_where_nothing_was_drafted(bench: Command) -> None
 
 
 DATA_ERRORS: dict[str, tuple[bytes, str]] = {
-    "not JSON": (b'{"id": "x", "task": "gsm8k", "prompt": "p"}\n{oops\n', "gsm8k.jsonl, line 2: not JSON"),
+    "not JSON": (
+        b'{"id": "x", "task": "gsm8k", "prompt": "p", "answer": "4"}\n{oops\n',
+        "gsm8k.jsonl, line 2: not JSON",
+    ),
     "no object": (b"[1, 2]\n", "gsm8k.jsonl, line 1: the field 'id' is missing"),
     "no prompt": (b'{"id": "x", "task": "gsm8k"}\n', "gsm8k.jsonl, line 1: the field 'prompt' is missing"),
     "not text": (
@@ -405,7 +410,7 @@ DATA_ERRORS: dict[str, tuple[bytes, str]] = {
         "line 1: the field 'prompt' is missing or not a string",
     ),
     "not UTF-8": (b'{"id": "caf\xe9", "task": "gsm8k", "prompt": "p"}\n', "gsm8k.jsonl, line 1: not UTF-8"),
-    "too few": (b'{"id": "x", "task": "gsm8k", "prompt": "p"}\n', "has 1 items, and 2 were asked for"),
+    "too few": (b'{"id": "x", "task": "gsm8k", "prompt": "p", "answer": "4"}\n', "has 1 items, and 2 were asked for"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks: workloads, side-by-side measurement and results files."""
+"""Benchmarks: evaluation sets, side-by-side measurement and results files."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dropmatch
 from dropmatch.bench.results import write_result
-from dropmatch.bench.workloads import Item
+from dropmatch.bench.tasks import Item
 from dropmatch.config import PDrop, SamplingParams
 from dropmatch.core.head import HeadEnsemble, MCDropoutHead
 from dropmatch.errors import ConfigError

@@ -22,7 +22,7 @@ from rich.table import Table
 import dropmatch
 from dropmatch.api import Decoder
 from dropmatch.bench.results import write_result
-from dropmatch.bench.workloads import Item
+from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, PDrop, SamplingParams
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.stats import EngineStats

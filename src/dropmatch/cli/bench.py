@@ -42,12 +42,12 @@ def quick(
 ) -> None:
     """Plain, transformers' generate and assisted, lossless and DropMatch on the same prompts in one run."""
     from dropmatch.bench.quick import print_table, run_quick
-    from dropmatch.bench.workloads import load_prompts
+    from dropmatch.bench.tasks import load_items
 
     draft_lengths = parse_lengths(lengths)
     drop = o.parse_p_drop(p_drop)
     check_writable(output)
-    prompts = load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval)
+    prompts = load_items(data / "gsm8k.jsonl", num_gsm8k) + load_items(data / "humaneval.jsonl", num_humaneval)
     if not prompts:
         raise ConfigError("--num-gsm8k and --num-humaneval are both 0. Give at least one prompt.")
     result = run_quick(
@@ -89,12 +89,12 @@ def heads(
 ) -> None:
     """Dropout heads over a shortlist against the whole vocabulary: decisions and cost at the same positions."""
     from dropmatch.bench.heads import run_heads
-    from dropmatch.bench.workloads import load_prompts
+    from dropmatch.bench.tasks import load_items
 
     drop = o.parse_p_drop(p_drop)
     check_writable(output)
     result = run_heads(
-        load_prompts(data / "gsm8k.jsonl", num_gsm8k) + load_prompts(data / "humaneval.jsonl", num_humaneval),
+        load_items(data / "gsm8k.jsonl", num_gsm8k) + load_items(data / "humaneval.jsonl", num_humaneval),
         target=target,
         draft=draft,
         draft_length=draft_length,

@@ -1,0 +1,332 @@
+"""Runs code that a model wrote, in a process of its own that can do little harm.
+
+What is in force is said in the Outcome. On Linux (x86_64, aarch64) the kernel enforces it: seccomp refuses sockets,
+new processes and signals to others; Landlock (kernel 5.13 and later) lets the program write below its temporary folder
+and read the Python and system libraries, and nothing else. Where one of them is missing, an audit hook of Python does
+its part, which native code can go around. Everywhere: limits on memory, CPU time, wall time, file sizes and output;
+an empty environment; no standard input but the text given; the process group is killed at the end.
+
+Not covered: a program that is written to cheat the checks it shares a process with (returning objects that equal
+everything, searching the interpreter's memory for the report's token), reading the files of installed packages, faults
+of the kernel, use of a CPU core and of memory up to the limits, and timing. It is made for code that is wrong or
+careless, not for a determined attacker: run untrusted models in a virtual machine or container as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dropmatch.bench import sandbox_child
+from dropmatch.errors import ConfigError, StateError
+
+Status = Literal["finished", "exited", "failed", "timeout", "memory", "output", "files", "killed"]
+
+_CHILD = Path(sandbox_child.__file__)
+_START_SECONDS = 60.0  # for the interpreter to start on a busy machine
+_POLL_SECONDS = 0.2  # between looks at the working folder
+_REPORT_BYTES = 64 << 20  # of values that calls return
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use. cpu_seconds is what usually stops an endless loop, so that a busy machine fails no
+    program that is right; wall_seconds stops one that sleeps. file_bytes: one file; folder_bytes: all files together;
+    output_bytes: what is kept of each of standard output and standard error."""
+
+    cpu_seconds: int = 5
+    wall_seconds: float = 20.0
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 8 << 20
+    folder_bytes: int = 64 << 20
+    output_bytes: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0 or (name != "wall_seconds" and not isinstance(value, int)):
+                raise ConfigError(f"{name}={value!r} is not allowed. Give a positive number (whole, but for seconds).")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call returned, or the exception it raised, such as "ValueError: no root"."""
+
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program ended.
+
+    status: finished (ran to its end), exited (raised SystemExit), failed (raised), timeout, memory, output or files
+    (over a limit), killed (the process ended without a report); detail: the exception or signal, for people;
+    calls: of run_calls, those that came to an end; protections: "seccomp", "landlock", "audit hook".
+    """
+
+    status: Status
+    detail: str
+    stdout: str
+    stderr: str
+    seconds: float
+    protections: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program and its checks ran to their end."""
+        return self.status == "finished"
+
+
+def run_code(
+    program: str,
+    *,
+    checks: str = "",
+    stdin: str = "",
+    is_main: bool = False,
+    limits: Limits | None = None,
+) -> Outcome:
+    """Run a program and then, in its names and with the built-in functions restored, the checks.
+
+    is_main: run as a script (__name__ == "__main__"), not as a module; stdin: its standard input.
+    Raises ConfigError where the system cannot run a sandbox (Windows), StateError if the sandbox itself fails.
+    """
+    return _run(program, checks=checks, stdin=stdin, is_main=is_main, limits=limits or Limits())
+
+
+def run_calls(
+    program: str, entry_point: str, calls: Sequence[Sequence[Any]], *, limits: Limits | None = None
+) -> Outcome:
+    """Run a program and call its function (or Class.method) with each list of arguments; see Outcome.calls.
+
+    Arguments and results are of plain types: numbers, strings, bytes, lists, tuples, sets, dicts, None. What the
+    results should be never enters the sandbox. Raises as run_code does, and TypeError for other arguments.
+    """
+    encoded = [[sandbox_child.encode(argument) for argument in arguments] for arguments in calls]
+    return _run(program, entry_point=entry_point, calls=encoded, limits=limits or Limits())
+
+
+def _run(
+    program: str,
+    *,
+    limits: Limits,
+    checks: str = "",
+    stdin: str = "",
+    is_main: bool = False,
+    entry_point: str = "",
+    calls: list[list[Any]] | None = None,
+    without: Sequence[str] = (),
+) -> Outcome:
+    """without: kernel protections to do without, as on a system that lacks them."""
+    if sys.platform == "win32":
+        raise ConfigError("Model-written code is not run on Windows: nothing confines it there. Use Linux or macOS.")
+    token = secrets.token_hex(16)
+    request = {
+        "token": token,
+        "program": program,
+        "checks": checks,
+        "stdin": stdin,
+        "is_main": is_main,
+        "entry_point": entry_point,
+        "calls": calls,
+        "limits": {name: value for name, value in asdict(limits).items() if name != "wall_seconds"},
+        "without": list(without),
+    }
+    with tempfile.TemporaryDirectory(prefix="dropmatch-", ignore_cleanup_errors=True) as folder:
+        process, report = _start(folder)
+        try:
+            watch = _Watch(process, report, Path(folder), limits)
+            over = watch.run(json.dumps(request).encode("utf-8", "surrogatepass"))
+        finally:
+            _kill(process)
+            os.close(report)
+    return _outcome(watch, token, over)
+
+
+def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, waiting for its request, and the end of the report's pipe that is read."""
+    reading, writing = os.pipe()
+    # -E and -s: the caller's settings of Python do not reach in; -P: nor do files of the working folder
+    command = [sys.executable, "-s", "-P", "-X", "utf8", str(_CHILD), str(writing)]
+    environment = {
+        "PATH": os.defpath,
+        "HOME": folder,
+        "TMPDIR": folder,
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # the order of sets of strings, and so what a program prints, is the same each time
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=environment,
+            pass_fds=(writing,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return process, reading
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and whatever is left of its group, and close the pipes."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone with its last process
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class _Watch:
+    """Feeds a process, reads its output and report, and looks at the clock and the folder."""
+
+    def __init__(self, process: subprocess.Popen[bytes], report: int, folder: Path, limits: Limits) -> None:
+        self.process, self.folder, self.limits = process, folder, limits
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._stdin = process.stdin.fileno()
+        self._report = report
+        self.kept: dict[int, bytearray] = {
+            process.stdout.fileno(): bytearray(),
+            process.stderr.fileno(): bytearray(),
+            report: bytearray(),
+        }
+        self.stdout, self.stderr, self.report = self.kept.values()
+        self.started: float | None = None  # when the program itself began
+        self.seconds = 0.0
+
+    def run(self, request: bytes) -> Status | None:
+        """Until the process ends (None), or is over a limit that only its parent sees (its name)."""
+        unsent = memoryview(request)
+        launched = time.monotonic()
+        next_look = launched + _POLL_SECONDS
+        with selectors.DefaultSelector() as selector:
+            for descriptor in self.kept:
+                selector.register(descriptor, selectors.EVENT_READ)
+            os.set_blocking(self._stdin, False)
+            selector.register(self._stdin, selectors.EVENT_WRITE)
+            while any(descriptor in selector.get_map() for descriptor in self.kept):
+                for key, _ in selector.select(_POLL_SECONDS):
+                    if key.fd == self._stdin:
+                        unsent = self._send(unsent, selector)
+                    else:
+                        self._read(key.fd, selector)
+                now = time.monotonic()
+                if self.started is None and b"\n" in self.report:
+                    self.started = now
+                self.seconds = now - (self.started or launched)
+                if self.seconds > (self.limits.wall_seconds if self.started else _START_SECONDS):
+                    return "timeout"
+                if len(self.report) > _REPORT_BYTES:
+                    return "output"
+                if now >= next_look:
+                    next_look = now + _POLL_SECONDS
+                    if _folder_bytes(self.folder) > self.limits.folder_bytes:
+                        return "files"
+        self.process.wait()
+        return None
+
+    def _send(self, unsent: memoryview, selector: selectors.BaseSelector) -> memoryview:
+        try:
+            unsent = unsent[os.write(self._stdin, unsent) :]
+        except BrokenPipeError:
+            unsent = unsent[:0]
+        if not unsent:
+            selector.unregister(self._stdin)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        return unsent
+
+    def _read(self, descriptor: int, selector: selectors.BaseSelector) -> None:
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            selector.unregister(descriptor)
+        kept = self.kept[descriptor]
+        room = _REPORT_BYTES + 1 if descriptor == self._report else self.limits.output_bytes
+        kept += data[: max(0, room - len(kept))]  # the rest is read and forgotten
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
+
+
+def _outcome(watch: _Watch, token: str, over: Status | None) -> Outcome:
+    lines = [_line(data, token) for data in bytes(watch.report).split(b"\n")[:-1]]
+    stdout, stderr = (bytes(data).decode("utf-8", "replace") for data in (watch.stdout, watch.stderr))
+    if watch.started is None or lines[0] is None or "protections" not in lines[0]:
+        raise StateError(f"The sandbox did not start ({over or watch.process.returncode}): {stderr.strip()[-500:]}")
+    protections = tuple(lines[0]["protections"])
+
+    def outcome(status: Status, detail: str, calls: Sequence[Call] = ()) -> Outcome:
+        return Outcome(status, detail, stdout, stderr, watch.seconds, protections, tuple(calls))
+
+    is_forged = any(line is None for line in lines)
+    try:
+        calls = [_call(line) for line in lines[1:] if line is not None and "status" not in line]
+    except (ValueError, TypeError, RecursionError):
+        is_forged, calls = True, []
+    if is_forged:
+        return outcome("failed", "something else than the report stands in the report")
+    if over is not None:
+        return outcome(over, f"over the limit of {_limit_in_words(over, watch.limits)}", calls)
+    last = lines[-1]
+    if last is not None and "status" in last:
+        return outcome(last["status"], last["detail"], calls)
+    code = watch.process.returncode
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and watch.seconds >= watch.limits.cpu_seconds):
+        return outcome("timeout", f"over the limit of {watch.limits.cpu_seconds} s of CPU time", calls)
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return outcome("killed", f"the process ended ({ending}) before the program's end", calls)
+
+
+def _line(data: bytes, token: str) -> dict[str, Any] | None:
+    """One line of the report, or None if it is not the sandbox's own."""
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    is_own = isinstance(line, dict) and secrets.compare_digest(str(line.get("token")).encode(), token.encode())
+    return line if is_own else None
+
+
+def _call(line: dict[str, Any]) -> Call:
+    return Call(error=line["error"]) if "error" in line else Call(sandbox_child.decode(line["value"]))
+
+
+def _limit_in_words(over: Status, limits: Limits) -> str:
+    words = {
+        "timeout": f"{limits.wall_seconds:g} s of wall time",
+        "files": f"{limits.folder_bytes >> 20} MiB of files",
+        "output": f"{_REPORT_BYTES >> 20} MiB of results",
+    }
+    return words[over]

@@ -1,0 +1,35 @@
+"""Scores of answers, by the task of their items."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from dropmatch.bench.tasks.item import Item, Score
+from dropmatch.bench.tasks.registry import TASKS
+from dropmatch.errors import ConfigError
+
+
+def score(item: Item, answers: Sequence[str]) -> Score:
+    """Score the answers to one item, one text per turn. Model-written code runs in the sandbox."""
+    return TASKS[item.task].score(item, answers)
+
+
+def score_all(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> list[Score]:
+    """Score the answers to many items, in their order; as many sandboxes at a time as this process may use cores."""
+    if len(items) != len(answers):
+        raise ConfigError(f"{len(items)} items and {len(answers)} lists of answers. Give one list per item.")
+    with ThreadPoolExecutor(_num_cores()) as pool:  # a thread only waits for its sandbox, which is a process
+        waiting = [
+            pool.submit(score, item, texts) if TASKS[item.task].runs_code else None
+            for item, texts in zip(items, answers, strict=True)
+        ]
+        return [
+            score(item, texts) if future is None else future.result()
+            for item, texts, future in zip(items, answers, waiting, strict=True)
+        ]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
