@@ -7,6 +7,8 @@ import warnings
 
 import typer
 
+from dropmatch.cli.analyze import analyze_app
+from dropmatch.cli.batch import batch
 from dropmatch.cli.bench import bench_app
 from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
@@ -26,7 +28,9 @@ app.command()(demo)
 app.command()(compare)
 app.command()(selfcheck)
 app.command()(fetch)
+bench_app.command()(batch)
 app.add_typer(bench_app, name="bench")
+app.add_typer(analyze_app, name="analyze")
 
 
 def main() -> None:

@@ -109,14 +109,14 @@ def heads(
     print(json.dumps({"output": str(output), **result["summary"]}))
 
 
-def parse_lengths(text: str) -> list[int]:
-    """ "5,10" -> [5, 10], each once."""
+def parse_lengths(text: str, *, name: str = "--lengths") -> list[int]:
+    """ "5,10" -> [5, 10], each once. name: the option, for the message."""
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 1:
-        raise ConfigError(f"--lengths={text!r} is not allowed. Give whole numbers of at least 1, such as 5,10.")
+        raise ConfigError(f"{name}={text!r} is not allowed. Give whole numbers of at least 1, such as 5,10.")
     return list(dict.fromkeys(lengths))
 
 
