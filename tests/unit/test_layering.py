@@ -25,7 +25,8 @@ ALLOWED = {
     "hf": {"hf", "core", "ops", "errors", "config", "provenance", "drafters"},
     "api": {"hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "bench": {"bench", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "cli": {"cli", "bench", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "cli": {"cli", "integrations", "bench", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
 }
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
 TORCH_ONLY = {"ops", "core", "drafters"}  # of what is not in the standard library

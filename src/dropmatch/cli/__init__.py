@@ -14,6 +14,7 @@ from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
 from dropmatch.cli.fetch import fetch
 from dropmatch.cli.generate import generate
+from dropmatch.cli.lm_eval import PASS_ALL, lm_eval, lm_eval_tasks
 from dropmatch.cli.selfcheck import selfcheck
 from dropmatch.errors import DropMatchError
 
@@ -28,6 +29,8 @@ app.command()(demo)
 app.command()(compare)
 app.command()(selfcheck)
 app.command()(fetch)
+app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
+app.command("lm-eval-tasks")(lm_eval_tasks)
 bench_app.command()(batch)
 app.add_typer(bench_app, name="bench")
 app.add_typer(analyze_app, name="analyze")
