@@ -96,7 +96,7 @@ def run_compare(
     is measured anew. restart: neither. Raises ConfigError, DataError.
     """
     provenance = collect(device=str(decoder.target.device))
-    arms = [replace(arm, dropout=settled(decoder, arm)) for arm in arms]
+    arms = [replace(arm, dropout=settle(decoder, arm)) for arm in arms]
     same = {  # what an earlier run must share for its answers to stand for this one's
         **described,
         "k": decoder.dropout.num_paths,
@@ -130,7 +130,7 @@ def run_compare(
             "format": FORMAT,
             "settings": written,
             "prompts": {item.id: {"task": item.task, "turns": list(item.turns)} for item in items},
-            "arms": scored(items, arms, records),
+            "arms": score_records(items, arms, records),
             "speed": speed,
         }
         result = {**result, "summary": summarize(result), "provenance": provenance}
@@ -139,7 +139,8 @@ def run_compare(
     return result
 
 
-def settled(decoder: Decoder, arm: ArmSpec) -> DropoutConfig:
+def settle(decoder: Decoder, arm: ArmSpec) -> DropoutConfig:
+    """The method's dropout with p_drop="auto" replaced by a number."""
     return settle_p_drop(decoder.target, decoder.tokenizer, arm.dropout, rule=arm.made)[0]
 
 
@@ -167,7 +168,7 @@ def _earlier_records(output: Path, same: Mapping[str, Any]) -> dict[_Key, dict[s
     result = read_compare(output)
     if any(result["settings"].get(name) != value for name, value in json.loads(json.dumps(same)).items()):
         return {}
-    prompts = {item: digest(prompt["turns"]) for item, prompt in result["prompts"].items()}
+    prompts = {item: prompt_digest(prompt["turns"]) for item, prompt in result["prompts"].items()}
     return {
         (name, item, prompts[item]): {key: value for key, value in record.items() if key != "score"}
         for name, arm in result["arms"].items()
@@ -190,13 +191,18 @@ def read_compare(path: Path) -> dict[str, Any]:
     return result
 
 
-def digest(turns: Sequence[str]) -> str:
+def prompt_digest(turns: Sequence[str]) -> str:
     """Tells prompts apart that go by one id."""
     return hashlib.sha256(json.dumps(list(turns)).encode()).hexdigest()[:16]
 
 
-def scored(items: Sequence[Item], arms: Sequence[ArmSpec], by_key: Mapping[_Key, dict[str, Any]]) -> dict[str, Any]:
-    records = {(arm.name, item.id): by_key[arm.name, item.id, digest(item.turns)] for arm in arms for item in items}
+def score_records(
+    items: Sequence[Item], arms: Sequence[ArmSpec], by_key: Mapping[_Key, dict[str, Any]]
+) -> dict[str, Any]:
+    """The "arms" of a results file: each method's records with their scores."""
+    records = {
+        (arm.name, item.id): by_key[arm.name, item.id, prompt_digest(item.turns)] for arm in arms for item in items
+    }
     pairs = [(arm, item) for arm in arms for item in items]
     scores = score_all([item for _, item in pairs], [records[arm.name, item.id]["texts"] for arm, item in pairs])
     scored: dict[str, Any] = {}
@@ -222,7 +228,7 @@ def measure_quality(
 ) -> None:
     """Fill records with the answers that they lack."""
     stripped = {item.id for item in items[: settings.strips]}
-    wanted = {(arm.name, item.id, digest(item.turns)) for arm in arms for item in items}
+    wanted = {(arm.name, item.id, prompt_digest(item.turns)) for arm in arms for item in items}
     with ProgressMeter("quality", len(wanted), len(wanted & records.keys())) as meter:
         # drafts of one length and dropout settings of one kind make one batch; an item's methods stand side by side
         for key, group in itertools.groupby(sorted(arms, key=_batch_key), key=_batch_key):
@@ -231,13 +237,13 @@ def measure_quality(
                 _Answer(item, arm, stream)
                 for stream, item in enumerate(items)
                 for arm in members
-                if (arm.name, item.id, digest(item.turns)) not in records
+                if (arm.name, item.id, prompt_digest(item.turns)) not in records
             ]
             if not answers:
                 continue
             for answer, note in _decode_together(decoder, answers, members[0].dropout, key[0], settings):
                 record = _record(answer, decoder if answer.item.id in stripped else None)
-                name, item, digest = answer.arm.name, answer.item.id, digest(answer.item.turns)
+                name, item, digest = answer.arm.name, answer.item.id, prompt_digest(answer.item.turns)
                 journal.add({"arm": name, "item": item, "prompt": digest, "record": record})
                 records[name, item, digest] = record
                 meter.advance(note=note)

@@ -37,7 +37,7 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "rule": arm["rule"],
                     "draft_length": arm["draft_length"],
                     "task": task,
-                    **_figures(records, lossless),
+                    **figures(records, lossless),
                     **_speed_figures(result.get("speed"), name, base, items),
                 }
             )
@@ -54,7 +54,8 @@ def _reference(arms: Mapping[str, Any], name: str) -> str | None:
     return next(iter([*same, *lossless, *([PLAIN] if PLAIN in arms else [])]), None)
 
 
-def _figures(records: Records, lossless: Records | None) -> dict[str, Any]:
+def figures(records: Records, lossless: Records | None) -> dict[str, Any]:
+    """What one method did on some items, by item. lossless: the reference on the same items, None without one."""
     every = list(records.values())
     rounds = [record["rounds"] for record in every]
     yielded = [record["accepted"] + record["rounds"] for record in every]
