@@ -269,7 +269,7 @@ def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:
 
 
 def _with_own_cache(model: HFModel) -> HFModel:
-    return HFModel(model.model, probe=False)  # the probe was passed when it was loaded
+    return HFModel(model.model, tap_layers=model.tap_layers, probe=False)  # the probe was passed when it was loaded
 
 
 def _with_own_state(drafter: Drafter | None) -> Drafter | None:

@@ -14,6 +14,7 @@ import dropmatch
 ROOT = Path(dropmatch.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
+LIBRARY = {"eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"}
 # what each part of the package may import of it; a part is a folder or a module beside it
 ALLOWED = {
     "errors": set(),
@@ -23,10 +24,12 @@ ALLOWED = {
     "core": {"core", "ops", "errors", "config"},
     "drafters": {"drafters", "core", "ops", "errors", "config"},
     "hf": {"hf", "core", "ops", "errors", "config", "provenance", "drafters"},
-    "api": {"hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "bench": {"bench", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "eagle3": {"eagle3", "hf", "core", "ops", "errors", "config"},
+    "api": {"eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "bench": {"bench", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "cli": {"cli", "integrations", "bench", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "training": {"training", "bench", "api", *LIBRARY},
+    "cli": {"cli", "training", "integrations", "bench", "api", *LIBRARY},
 }
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
 TORCH_ONLY = {"ops", "core", "drafters"}  # of what is not in the standard library

@@ -16,6 +16,7 @@ from dropmatch.cli.fetch import fetch
 from dropmatch.cli.generate import generate
 from dropmatch.cli.lm_eval import PASS_ALL, lm_eval, lm_eval_tasks
 from dropmatch.cli.selfcheck import selfcheck
+from dropmatch.cli.train import train_app
 from dropmatch.errors import DropMatchError
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
 app.command("lm-eval-tasks")(lm_eval_tasks)
 bench_app.command()(batch)
 app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
 app.add_typer(analyze_app, name="analyze")
 
 

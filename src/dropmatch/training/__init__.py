@@ -1,0 +1,1 @@
+"""What can be trained for a target: draft heads and judges, on text that the target itself wrote."""
