@@ -17,6 +17,7 @@ from dropmatch.core.acceptance import AcceptanceRule, make_rule
 from dropmatch.core.engine import Chunk, SpeculativeEngine
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.interfaces import CachedModel, Drafter, DraftTree, ModelOutput, Verdict
+from dropmatch.core.judge import JudgeHead
 from dropmatch.core.reasons import Reason
 from dropmatch.core.sequence import Row
 from dropmatch.core.stats import RequestStats
@@ -69,6 +70,21 @@ class MarkovModel:
 
     def filter(self, keep: Sequence[int]) -> None:
         self.lengths = [self.lengths[b] for b in keep]
+
+
+def judge_head(size: int, *, seed: int = 0, bias: float = 0.0, draft_size: int = 0, levels: int = 26) -> JudgeHead:
+    """A random head on states of `size` numbers, of which draft_size are the draft model's."""
+    generator = torch.Generator().manual_seed(seed)
+    return JudgeHead(
+        mean=torch.randn(size, generator=generator) * 0.1,
+        scale=torch.rand(size, generator=generator) + 0.5,
+        weight=torch.randn(size, generator=generator) / size**0.5,
+        bias=bias,
+        features="DD-DT" if draft_size else "DT",
+        draft_size=draft_size,
+        thresholds=tuple(i / (levels - 1) for i in range(levels)),
+        name="toy",
+    )
 
 
 class TreeDrafter:

@@ -157,7 +157,10 @@ def test_reasons_are_shown_with_a_legend(generate: Command) -> None:
     assert done.out.startswith(generate(PROMPT, "-n", "20").out.split("\n")[0][:5])
 
 
-@pytest.mark.parametrize("rule", [name for name in rule_names() if name not in ("js", "majority", "head", "exact")])
+TESTED_ELSEWHERE = ("js", "majority", "head", "exact", "judge")
+
+
+@pytest.mark.parametrize("rule", [name for name in rule_names() if name not in TESTED_ELSEWHERE])
 def test_every_rule_can_be_named_and_its_reasons_shown(generate: Command, rule: str) -> None:
     done = generate(PROMPT, "-n", "6", "--rule", rule, "--show-reasons")
     assert done.code == 0, done.err

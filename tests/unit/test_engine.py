@@ -34,7 +34,7 @@ NO_DROPOUT = DropoutConfig(p_drop=0.0)
 CHAIN = (-1, 0, 1, 2, 3)
 BUSHY = (-1, 0, 0, 1, 1, 2, 3, 6)
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
-OUR_RULES = [name for name in rule_names() if name not in RIVALS]
+OUR_RULES = [name for name in rule_names() if name not in (*RIVALS, "judge")]  # which needs a trained head
 
 
 def _target() -> ScriptedModel:

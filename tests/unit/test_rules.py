@@ -33,14 +33,14 @@ from dropmatch.core.verify import judge
 from dropmatch.errors import ConfigError, UnknownNameError
 from dropmatch.ops.divergence import js_divergence
 from scripted import ScriptedModel
-from toys import GENTLE, make_row, verify
+from toys import GENTLE, judge_head, make_row, verify
 
 FLOAT32 = 1e-5
 V = 12
 TARGET = ScriptedModel(V, 24, seed=0)
 DRAFT = ScriptedModel(V, 24, seed=0, noise=0.6)
 TREE = (-1, 0, 0, 0, 1, 1, 2, 4)
-ON_TREES = [name for name in rule_names() if name != "fly"]  # which refuses trees
+ON_TREES = [name for name in rule_names() if name not in ("fly", "judge")]  # one refuses trees, one needs a head
 
 
 def _drafted(
@@ -119,12 +119,13 @@ def test_lossless_does_not_join_lossy_rules() -> None:
 
 def test_every_rule_that_is_listed_can_be_made() -> None:
     for name in rule_names():
-        rule = make_rule(name)
+        rule = make_rule(name, RuleOptions(judge=judge_head(24)))
         assert rule.needs <= set(Need)
 
 
 def test_only_rejection_sampling_and_rivals_ask_for_independent_drafts() -> None:
-    assert {name for name in rule_names() if not make_rule(name).couples_draft} == {"lossless", *RIVALS}
+    options = RuleOptions(judge=judge_head(24))
+    assert {n for n in rule_names() if not make_rule(n, options).couples_draft} == {"lossless", *RIVALS}
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])

@@ -16,6 +16,7 @@ STYLES = {
     Reason.JS: "black on cyan",
     Reason.MAJORITY: "black on green",
     Reason.HEAD: "black on yellow",
+    Reason.JUDGE: "black on red",
     Reason.BONUS: "dim",
     Reason.RECOVERED: "magenta",
 }

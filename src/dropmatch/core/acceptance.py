@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
@@ -17,19 +16,14 @@ from torch import Tensor
 
 from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority
 from dropmatch.core.head import Tie
+from dropmatch.core.judge import NAME as JUDGE
+from dropmatch.core.judge import Judge, JudgeHead, make_judge
+from dropmatch.core.needs import Need
 from dropmatch.core.reasons import Reason
 from dropmatch.core.rivals import RIVALS, UNJOINABLE, base_name, make_rival, split_rules
 from dropmatch.core.verification import Verification
 from dropmatch.errors import ConfigError, UnknownNameError
 from dropmatch.ops.random import Purpose, uniform
-
-
-class Need(Enum):
-    """Evidence that a rule asks for, known before the first step."""
-
-    HEADS = "heads"
-    DIVERGENCE = "divergence"
-    CENTROID_PROB = "centroid_prob"
 
 
 class AcceptanceRule(Protocol):
@@ -296,30 +290,31 @@ _PRESETS: dict[str, tuple[str, ...]] = {
 class RuleOptions:
     """Options of rules made by name. js_min_centroid_prob: floor of Eq. 6 (0: off). include_plain_argmax: let
     `dropmatch-naive` also keep the target's own token. guard_prob, guard_ratio: see `Guard` (0: off). head_chance: the
-    least chance that `expected-head` keeps a token with."""
+    least chance that `expected-head` keeps a token with. judge: the trained head of `judge`."""
 
     js_min_centroid_prob: float = 0.0
     include_plain_argmax: bool = False
     guard_prob: float = 0.0
     guard_ratio: float = 0.0
     head_chance: float = 0.5
+    judge: JudgeHead | None = None
 
 
 def rule_names() -> list[str]:
     """All rules and presets that can be named."""
-    return sorted([*_ATOMS, *_PRESETS, *RIVALS])
+    return sorted([*_ATOMS, *_PRESETS, *RIVALS, JUDGE])
 
 
 def make_rule(name: str, options: RuleOptions | None = None) -> AcceptanceRule:
-    """A rule by name: an atom, a preset, a rival with options, or several joined by '+', such as
-    "exact+top-k(k=3,ratio=0.5)".
+    """A rule by name: an atom, a preset, a rival or the judge with options, or several joined by '+', such as
+    "exact+top-k(k=3,ratio=0.5)" or "dropmatch+judge(threshold=q0.2)".
 
     Raises UnknownNameError with near matches, and ConfigError where rules cannot be joined.
     """
     options = options or RuleOptions()
     atoms: list[str] = []
     for part in split_rules(name):
-        if base_name(part) not in RIVALS and part not in _ATOMS and part not in _PRESETS:
+        if base_name(part) not in (*RIVALS, JUDGE) and part not in _ATOMS and part not in _PRESETS:
             raise UnknownNameError("acceptance rule", part, rule_names())
         atoms += _PRESETS.get(part, (part,))
     alone = next((base_name(atom) for atom in atoms if base_name(atom) in UNJOINABLE), None)
@@ -334,11 +329,17 @@ def make_rule(name: str, options: RuleOptions | None = None) -> AcceptanceRule:
         raise ConfigError(
             f"Rule {name!r} joins 'lossless' with lossy rules. Use 'exact' in its place, or 'lossless' alone."
         )
-    rules = tuple(_ATOMS[atom](options) if atom in _ATOMS else make_rival(atom) for atom in atoms)
+    rules = tuple(_make_atom(atom, options) for atom in atoms)
     rule = rules[0] if len(rules) == 1 else AnyOf(rules)
     if (options.guard_prob > 0 or options.guard_ratio > 0) and "lossless" not in atoms:
         rule = Guard(rule, options.guard_prob, options.guard_ratio)
     return rule
+
+
+def _make_atom(atom: str, options: RuleOptions) -> AcceptanceRule:
+    if base_name(atom) == JUDGE:
+        return make_judge(atom, options)
+    return _ATOMS[atom](options) if atom in _ATOMS else make_rival(atom)
 
 
 def as_rule(rule: object, options: RuleOptions | None = None) -> AcceptanceRule:
@@ -375,6 +376,8 @@ __all__ = [
     "Guard",
     "HeadMatch",
     "JSDivergence",
+    "Judge",
+    "JudgeHead",
     "MajorityMatch",
     "Need",
     "RejectionSampling",

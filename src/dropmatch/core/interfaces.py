@@ -34,6 +34,8 @@ class DraftTree:
         None where the drafter has none (a point mass on each drafted token).
     is_sampled: [B] bool; the row's children were sampled from child_logits rather than chosen by rank.
     is_chain: every node n has the parent n - 1.
+    draft_hidden: [B, N, D] the drafter's own final hidden states behind each node, where a rule asked for them
+        (`Need.DRAFT_HIDDEN`) and the drafter has any; else None.
     """
 
     tokens: Tensor
@@ -43,10 +45,15 @@ class DraftTree:
     child_logits: Tensor | None
     is_sampled: Tensor
     is_chain: bool
+    draft_hidden: Tensor | None = None
 
     @staticmethod
     def chain(
-        tokens: Tensor, num_nodes: Tensor, child_logits: Tensor | None = None, is_sampled: Tensor | None = None
+        tokens: Tensor,
+        num_nodes: Tensor,
+        child_logits: Tensor | None = None,
+        is_sampled: Tensor | None = None,
+        draft_hidden: Tensor | None = None,
     ) -> DraftTree:
         """A chain per row. tokens: [B, N] with the root first; num_nodes: [B] nodes of each row, root included."""
         B, N = tokens.shape
@@ -61,6 +68,7 @@ class DraftTree:
             child_logits=child_logits,
             is_sampled=torch.zeros(B, dtype=torch.bool, device=device) if is_sampled is None else is_sampled,
             is_chain=True,
+            draft_hidden=draft_hidden,
         )
 
     @staticmethod
@@ -70,6 +78,7 @@ class DraftTree:
         valid: Tensor | None = None,
         child_logits: Tensor | None = None,
         is_sampled: Tensor | None = None,
+        draft_hidden: Tensor | None = None,
     ) -> DraftTree:
         """Any tree. tokens, parents: [B, N]; raises ShapeError if a parent does not precede its child."""
         B, N = tokens.shape
@@ -82,6 +91,7 @@ class DraftTree:
             child_logits=child_logits,
             is_sampled=torch.zeros(B, dtype=torch.bool, device=device) if is_sampled is None else is_sampled,
             is_chain=False,
+            draft_hidden=draft_hidden,
         )
 
     def children(self, node: Tensor) -> Tensor:

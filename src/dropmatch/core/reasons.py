@@ -10,7 +10,7 @@ class Reason(IntEnum):
 
     EXACT: the target's own token. RATIO: the rejection-sampling test of lossless decoding at temperature > 0.
     JS: Eq. 6. MAJORITY: Eq. 7. HEAD: Eq. 4. BONUS: after a fully kept draft. RECOVERED: after a rejection.
-    EXPECTED_*: Eq. 4, 6 and 7 in closed form (`core.closed_form`).
+    EXPECTED_*: Eq. 4, 6 and 7 in closed form (`core.closed_form`). JUDGE: a trained head (`core.judge`).
     The rest: kept by a rule of `core.rivals` where lossless decoding would have refused it.
     """
 
@@ -35,6 +35,7 @@ class Reason(IntEnum):
     EXPECTED_HEAD = 18
     EXPECTED_JS = 19
     EXPECTED_MAJORITY = 20
+    JUDGE = 21
 
     @property
     def label(self) -> str:

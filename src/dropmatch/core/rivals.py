@@ -56,6 +56,8 @@ def _choice(default: str, *names: str) -> Any:
 
 def _allowed(option: dataclasses.Field[Any]) -> str:
     meta = option.metadata
+    if "allowed" in meta:
+        return str(meta["allowed"])
     if "names" in meta:
         return " or ".join(repr(name) for name in meta["names"])
     if isinstance(option.default, int):
@@ -66,6 +68,8 @@ def _allowed(option: dataclasses.Field[Any]) -> str:
 
 def _is_allowed(option: dataclasses.Field[Any], value: object) -> bool:
     meta = option.metadata
+    if "is_allowed" in meta:
+        return bool(meta["is_allowed"](value))
     if "names" in meta:
         return value in meta["names"]
     if isinstance(value, bool) or not isinstance(value, int if isinstance(option.default, int) else (int, float)):
@@ -540,10 +544,10 @@ def make_rival(part: str) -> AcceptanceRule:
         raise UnknownNameError("acceptance rule", name, RIVALS)
     made: Any = RIVALS[name]
     options = {option.name: option for option in dataclasses.fields(made)}
-    return RIVALS[name](**_parsed(part.strip()[len(name) :].strip(), name, options))
+    return RIVALS[name](**parse_options(part.strip()[len(name) :].strip(), name, options))
 
 
-def _parsed(text: str, name: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, object]:
+def parse_options(text: str, name: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, object]:
     """Values of "(key=value, ...)", each read as the type of its option's default and checked against its range."""
     if not text:
         return {}
@@ -555,7 +559,7 @@ def _parsed(text: str, name: str, options: Mapping[str, dataclasses.Field[Any]])
         if key not in options:
             raise UnknownNameError(f"option of rule {name!r}:", key, options)
         option = options[key]
-        kind: Any = type(option.default)
+        kind: Any = option.metadata.get("read", type(option.default))
         if not equals or key in values:
             raise ConfigError(f"Option {key!r} of rule {name!r} needs one value. Give {key}={option.default}.")
         try:

@@ -50,6 +50,9 @@ class RowSampling:
         self.any_warped = any(row.params.needs_warping for row in rows)
         self.any_processed = any(row.needs_processing for row in rows)
         self.is_sampled = torch.tensor([row.params.temperature > 0 for row in rows], device=device)
+        # rows whose tokens are the argmax of the head's own logits
+        bare = [not (row.params.temperature > 0 or row.needs_processing) for row in rows]
+        self.is_bare = torch.tensor(bare, device=device)
         self.seeds = torch.tensor([[row.seed, row.stream] for row in rows], dtype=torch.int64, device=device)
         if self.any_sampled:
             params = [row.params for row in rows]
@@ -164,6 +167,11 @@ class Verification:
         N = self.tree.tokens.shape[1]
         return self.sampling.process(logits, [i // N for i in index], [self._paths[i] for i in index])
 
+    def places(self, ask: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and nodes of what is asked. ask: [B, N] bool. Returns two [M]."""
+        b, n = ask.nonzero(as_tuple=True)
+        return b, n
+
     def target_probs(self, ask: Tensor) -> tuple[Tensor, Tensor]:
         """The target's undropped probability (temperature 1, after processing) of each drafted token and of the best
         token at its parent. ask: [B, N] bool. Returns two [B, N] float32, NaN where not asked."""
@@ -252,6 +260,14 @@ class Verification:
         logits = self.head.keyed_logits(self.hidden[row, node], masks_keys)  # [B, K, V]
         logits = self._process(logits, row * self.tree.tokens.shape[1] + node).float()
         return logits.mean(1) if kind == "centroid" else logits[:, 0]
+
+    def centroid_rank(self, b: Tensor, n: Tensor) -> Tensor:
+        """How many tokens the heads' centroid puts above the drafted one at (b, n) [M]. Returns [M]. Asks the heads
+        anew, since an ensemble keeps no logits."""
+        node = self.parent[b, n]
+        logits = self.head.keyed_logits(self.hidden[b, node], self._mask_keys(b, node))  # [M, K, V]
+        centroid = self._process(logits, b * self.tree.tokens.shape[1] + node).float().mean(1)
+        return (centroid > centroid.gather(-1, self.tree.tokens[b, n][:, None])).sum(-1)
 
     def plain_at(self, node: Tensor) -> Tensor:
         """The undropped target's own token behind `node` [B]. Returns [B]."""

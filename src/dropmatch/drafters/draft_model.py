@@ -2,6 +2,7 @@
 
 The draft model lags the target by what the last round kept: those tokens go in first, together with the root.
 Proposals are the processed argmax of greedy rows and a draw of sampled ones; what they were drawn from is recorded.
+Where a rule reads the draft model's hidden states, the last drafted token is run too, which drafting does not need.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dropmatch.core.interfaces import CachedModel, DraftTree, ModelOutput, Verdict
+from dropmatch.core.needs import Need
 from dropmatch.core.sequence import Row
 from dropmatch.core.verification import RowSampling
 from dropmatch.errors import ConfigError
@@ -48,7 +50,10 @@ class DraftModelDrafter:
         row = torch.arange(B, device=device)
         roots = torch.tensor([len(r.ids) - 1 for r in rows], device=device)
         pending = [self._known(r.ids[cached:]) for r, cached in zip(rows, self.model.lengths, strict=True)]
-        logits = self._feed(pending)  # [B, Vd]
+        wants_hidden = any(Need.DRAFT_HIDDEN in r.rule.needs for r in rows)
+        hidden = self._feed(pending)  # [B, d]
+        states = [hidden]
+        logits = self.model.head(hidden)  # [B, Vd]
         tokens = [torch.tensor([r.ids[-1] for r in rows], device=device)]
         recorded: list[Tensor] = []
         drafts: list[list[int]] = [[] for _ in rows]
@@ -63,9 +68,14 @@ class DraftModelDrafter:
                 is_sure = self._confidence(logits, tokens[-1]) >= self.min_confidence
                 num_drafted = torch.where(is_sure, num_drafted, num_drafted.clamp(max=step + 1))
                 num_steps = int(num_drafted.max())
-            if step + 1 >= num_steps:
+            is_last = step + 1 >= num_steps
+            if is_last and not wants_hidden:
                 break
-            logits = self.model.head(self.model.forward(tokens[-1][:, None]).hidden[:, -1])
+            hidden = self.model.forward(tokens[-1][:, None]).hidden[:, -1]
+            states.append(hidden)
+            if is_last:  # run for its state alone, and not committed
+                break
+            logits = self.model.head(hidden)
             # a row that drafts no further stays where it is: behind its last token there may be no more positions
             self.model.commit([int(step + 1 < limit) for limit in max_new])
         recorded.append(torch.zeros_like(recorded[0]))  # nothing is drafted behind the last node
@@ -74,6 +84,7 @@ class DraftModelDrafter:
             num_drafted + 1,
             torch.stack(recorded, dim=1),
             sampling.is_sampled,
+            torch.stack(states, dim=1) if wants_hidden else None,
         )
 
     def commit(self, verdict: Verdict, output: ModelOutput) -> None:
@@ -88,7 +99,7 @@ class DraftModelDrafter:
         self._lengths = [self._lengths[b] for b in keep]
 
     def _feed(self, pending: list[list[int]]) -> Tensor:
-        """Run and cache tokens that the draft model has not seen. Returns logits behind the last of each row."""
+        """Run and cache tokens that the draft model has not seen. Returns the state behind the last of each row."""
         counts = [len(ids) for ids in pending]
         width = max(counts)
         device = self.model.device
@@ -97,7 +108,7 @@ class DraftModelDrafter:
         self.model.commit(counts)
         self._lengths = [cached - 1 for cached in self.model.lengths]  # the root is the last of the pending tokens
         last = torch.tensor(counts, device=device) - 1
-        return self.model.head(hidden[torch.arange(len(pending), device=device), last])
+        return hidden[torch.arange(len(pending), device=device), last]
 
     def _confidence(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The draft model's probability of its own tokens. logits: [B, V]; tokens: [B]. Returns [B]."""
