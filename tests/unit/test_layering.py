@@ -24,12 +24,13 @@ ALLOWED = {
     "core": {"core", "ops", "errors", "config"},
     "drafters": {"drafters", "core", "ops", "errors", "config"},
     "hf": {"hf", "core", "ops", "errors", "config", "provenance", "drafters"},
+    "judge": {"judge", "core", "ops", "errors", "config"},
     "eagle3": {"eagle3", "hf", "core", "ops", "errors", "config"},
     "api": {"eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "bench": {"bench", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "bench": {"bench", "judge", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "training": {"training", "bench", "api", *LIBRARY},
-    "cli": {"cli", "training", "integrations", "bench", "api", *LIBRARY},
+    "training": {"training", "judge", "bench", "api", *LIBRARY},
+    "cli": {"cli", "training", "judge", "integrations", "bench", "api", *LIBRARY},
 }
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
 TORCH_ONLY = {"ops", "core", "drafters"}  # of what is not in the standard library

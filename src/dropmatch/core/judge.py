@@ -196,7 +196,7 @@ def make_judge(part: str, options: RuleOptions) -> Judge:
     given = parse_options(part.strip()[len(NAME) :].strip(), NAME, own)
     if options.judge is None:
         raise ConfigError(
-            "Rule 'judge' needs a trained head. Give its folder with --judge, or RuleOptions(judge=load_judge(folder)); "
+            "Rule 'judge' needs a trained head: --judge with its folder, or RuleOptions(judge=load_judge(folder)); "
             "one is made by `dropmatch train judge`."
         )
     return Judge(options.judge, **given)  # type: ignore[arg-type]  # checked as they were read
