@@ -17,6 +17,7 @@ from dropmatch.cli.generate import generate
 from dropmatch.cli.lm_eval import PASS_ALL, lm_eval, lm_eval_tasks
 from dropmatch.cli.selfcheck import selfcheck
 from dropmatch.cli.train import train_app
+from dropmatch.cli.tune import tune
 from dropmatch.errors import DropMatchError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(compare)
+app.command()(tune)
 app.command()(selfcheck)
 app.command()(fetch)
 app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
