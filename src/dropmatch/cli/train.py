@@ -31,6 +31,7 @@ def eagle3(
     exclude_task: Annotated[list[str] | None, typer.Option(help="Leave out a task; may be repeated.")] = None,
     max_new_tokens: o.MaxNewTokens = 256,
     max_tokens: Annotated[int, typer.Option(min=0, help="Answer tokens to learn from (0: no limit).")] = 200_000,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Leave out longer prompts.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 32,
     feature_dtype: Annotated[str, typer.Option(help="Hidden states on disk: float16, bfloat16, float32.")] = "float16",
     draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens that the head can draft.")] = 4096,
@@ -55,7 +56,13 @@ def eagle3(
     from dropmatch.training.target import load_tapped
 
     check_choice("family", family, ("official", "speculators"))
-    data = DistillSettings(max_new_tokens=max_new_tokens, max_tokens=max_tokens, batch=batch, dtype=feature_dtype)
+    data = DistillSettings(
+        max_new_tokens=max_new_tokens,
+        max_tokens=max_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        batch=batch,
+        dtype=feature_dtype,
+    )
     settings = TrainSettings(
         draft_vocab_size=draft_vocab,
         steps=steps,

@@ -26,23 +26,26 @@ from dropmatch.errors import ConfigError
 from dropmatch.training.prompts import TrainingPrompt
 
 _ROWS_PER_SHARD = 64
+_ADMITTED = 4  # prompts that start together are padded to the longest of them, so they start a few at a time
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
     """How answers are made. max_new_tokens: of one answer. max_tokens: answer tokens in all, after which no more
-    prompts are answered (0: no limit). batch: rows decoded together. dtype: of the states on disk."""
+    prompts are answered (0: no limit). max_prompt_tokens: longer prompts are left out, since they are costly and teach
+    no more than short ones. batch: rows decoded together. dtype: of the states on disk."""
 
     max_new_tokens: int = 256
     max_tokens: int = 200_000
+    max_prompt_tokens: int = 256
     batch: int = 32
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ConfigError(f"feature dtype {self.dtype!r} is not allowed. Allowed: {', '.join(_DTYPES)}.")
-        for name, least in (("max_new_tokens", 2), ("max_tokens", 0), ("batch", 1)):
+        for name, least in (("max_new_tokens", 2), ("max_tokens", 0), ("max_prompt_tokens", 1), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} is not allowed. Give at least {least}.")
 
@@ -110,7 +113,12 @@ def distill(
     decoder: its target must be wrapped with taps. described: what else the data hang on, such as the target's name.
     Raises ConfigError if the folder holds data of other settings, or if states are too large for the dtype.
     """
-    written = {**described, "max_new_tokens": settings.max_new_tokens, "dtype": settings.dtype}
+    written = {
+        **described,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_prompt_tokens": settings.max_prompt_tokens,
+        "dtype": settings.dtype,
+    }
     with Journal(folder / "data", written, restart=restart) as journal:
         return _answer(decoder, prompts, folder, settings, journal)
 
@@ -133,17 +141,17 @@ def _answer(
     lengths: dict[int, int] = {}
     finished: list[tuple[int, Example]] = []
     source = iter(waiting)
+    longest = min(settings.max_prompt_tokens, (decoder.config.max_length or settings.max_prompt_tokens + 1) - 1)
 
     def top_up() -> None:
-        while len(ids) < settings.batch and (entry := next(source, None)) is not None:
+        started = 0
+        while len(ids) < settings.batch and started < _ADMITTED and (entry := next(source, None)) is not None:
             encoded = decoder.encode(entry[1].text)
-            try:
-                request = engine.add(encoded, SamplingParams(max_new_tokens=settings.max_new_tokens))
-            except ConfigError:
-                if decoder.config.max_length is not None and len(encoded) >= decoder.config.max_length:
-                    continue  # longer than the target's own limit: nothing can be learnt from it
-                raise
+            if len(encoded) > longest:
+                continue
+            request = engine.add(encoded, SamplingParams(max_new_tokens=settings.max_new_tokens))
             numbers[request], ids[request], lengths[request] = entry[0], encoded, len(encoded)
+            started += 1
 
     with ProgressMeter("answers (tokens)", budget, min(have, budget)) as meter:
         while have < budget:
@@ -157,7 +165,8 @@ def _answer(
                 tokens, start = ids.pop(chunk.request), lengths.pop(chunk.request)
                 finished.append((numbers.pop(chunk.request), _example(tokens, start, recorder.take(chunk.request))))
                 have += len(tokens) - start
-                meter.advance(min(len(tokens) - start, budget - meter.done))
+                if meter.done < budget:
+                    meter.advance(min(len(tokens) - start, budget - meter.done))
             if len(finished) >= _ROWS_PER_SHARD or (finished and have >= budget):
                 _write_shard(folder, finished, journal)
                 finished = []
