@@ -37,6 +37,7 @@ Status = Literal["finished", "exited", "failed", "timeout", "memory", "output", 
 _CHILD = Path(sandbox_child.__file__)
 _START_SECONDS = 60.0  # for the interpreter to start on a busy machine
 _POLL_SECONDS = 0.2  # between looks at the working folder
+_ENDING_SECONDS = 0.002  # between looks at a process that has closed its pipes
 _REPORT_BYTES = 64 << 20  # of values that calls return
 
 
@@ -46,8 +47,8 @@ class Limits:
     program that is right; wall_seconds stops one that sleeps. file_bytes: one file; folder_bytes: all files together;
     output_bytes: what is kept of each of standard output and standard error."""
 
-    cpu_seconds: int = 5
-    wall_seconds: float = 20.0
+    cpu_seconds: int = 10
+    wall_seconds: float = 40.0
     memory_bytes: int = 1 << 30
     file_bytes: int = 8 << 20
     folder_bytes: int = 64 << 20
@@ -118,6 +119,11 @@ def run_calls(
     return _run(program, entry_point=entry_point, calls=encoded, limits=limits or Limits())
 
 
+def protections() -> tuple[str, ...]:
+    """What confines programs on this system: "landlock" and "seccomp" of the kernel, or an "audit hook" of Python."""
+    return run_code("").protections
+
+
 def _run(
     program: str,
     *,
@@ -158,7 +164,7 @@ def _run(
 def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
     """The process, waiting for its request, and the end of the report's pipe that is read."""
     reading, writing = os.pipe()
-    # -E and -s: the caller's settings of Python do not reach in; -P: nor do files of the working folder
+    # -s and -P: neither the user's own packages nor files of the working folder are imported
     command = [sys.executable, "-s", "-P", "-X", "utf8", str(_CHILD), str(writing)]
     environment = {
         "PATH": os.defpath,
@@ -187,6 +193,13 @@ def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
     finally:
         os.close(writing)
     return process, reading
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Without waiting for it, where the system can: a process that is waited for gives its group's number free."""
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    return process.poll() is not None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -230,8 +243,11 @@ class _Watch:
                 selector.register(descriptor, selectors.EVENT_READ)
             os.set_blocking(self._stdin, False)
             selector.register(self._stdin, selectors.EVENT_WRITE)
-            while any(descriptor in selector.get_map() for descriptor in self.kept):
-                for key, _ in selector.select(_POLL_SECONDS):
+            while True:
+                is_open = any(descriptor in selector.get_map() for descriptor in self.kept)
+                if not is_open and _has_ended(self.process):
+                    return None
+                for key, _ in selector.select(_POLL_SECONDS if is_open else _ENDING_SECONDS):
                     if key.fd == self._stdin:
                         unsent = self._send(unsent, selector)
                     else:
@@ -248,8 +264,6 @@ class _Watch:
                     next_look = now + _POLL_SECONDS
                     if _folder_bytes(self.folder) > self.limits.folder_bytes:
                         return "files"
-        self.process.wait()
-        return None
 
     def _send(self, unsent: memoryview, selector: selectors.BaseSelector) -> memoryview:
         try:

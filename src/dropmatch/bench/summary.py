@@ -12,6 +12,7 @@ from typing import Any
 
 from dropmatch.bench.arms import PLAIN
 from dropmatch.bench.intervals import is_on_front, paired_difference, ratio_interval, wilson
+from dropmatch.bench.tasks import pooled_metrics
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Record]
@@ -136,7 +137,7 @@ def _accuracy(records: Records, lossless: Records | None) -> dict[str, Any]:
         )
     )
     graded = [item for item, record in records.items() if record["score"]["correct"] is not None]
-    metrics = _mean_metrics(list(records.values()))
+    metrics = pooled_metrics([record["score"]["metrics"] for record in records.values()])
     if not graded:
         return {**empty, "metrics": metrics}
     right = [bool(records[item]["score"]["correct"]) for item in graded]
@@ -159,14 +160,6 @@ def _accuracy(records: Records, lossless: Records | None) -> dict[str, Any]:
             "p_value": paired.p_value,
         }
     return {**figures, "metrics": metrics}
-
-
-def _mean_metrics(records: Sequence[Record]) -> dict[str, float]:
-    names = dict.fromkeys(name for record in records for name in record["score"]["metrics"])
-    return {
-        name: statistics.fmean(r["score"]["metrics"][name] for r in records if name in r["score"]["metrics"])
-        for name in names
-    }
 
 
 def _speed_figures(

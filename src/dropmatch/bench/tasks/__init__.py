@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from dropmatch.bench.tasks.item import Item, Score
 from dropmatch.bench.tasks.load import load_items
-from dropmatch.bench.tasks.scoring import score, score_all
+from dropmatch.bench.tasks.scoring import pooled_metrics, score, score_all
 
-__all__ = ["Item", "Score", "load_items", "score", "score_all"]
+__all__ = ["Item", "Score", "load_items", "pooled_metrics", "score", "score_all"]

@@ -57,7 +57,7 @@ def _checkers() -> ModuleType:
     from langdetect import DetectorFactory
     from lm_eval.tasks.ifeval import utils
 
-    DetectorFactory.seed = 0  # langdetect draws at random otherwise
+    DetectorFactory.seed = 0  # language detection draws at random otherwise
     return utils  # type: ignore[no-any-return]
 
 

@@ -10,10 +10,13 @@ from dropmatch.bench.tasks.code import score_completion, score_description, word
 from dropmatch.bench.tasks.dialogues import score_nothing
 from dropmatch.bench.tasks.instructions import score_instructions
 from dropmatch.bench.tasks.item import Item, Score
+from dropmatch.bench.tasks.livecodebench import score_problem, word_problem
 from dropmatch.bench.tasks.numbers import score_number
 from dropmatch.bench.tasks.options import score_option, word_options
+from dropmatch.bench.tasks.plus import score_plus
 
 _Wording = Callable[[Mapping[str, Any]], tuple[str, ...]]
+Kind = type[str] | type[list[Any]] | type[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Task:
     score: Callable[[Item, Sequence[str]], Score]
     max_new_tokens: int
     word: _Wording
-    fields: Mapping[str, type | tuple[type, ...]]
+    fields: Mapping[str, Kind]
     stop: tuple[str, ...] = ()
     runs_code: bool = False
 
@@ -40,13 +43,30 @@ def word_number(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 TASKS: Mapping[str, Task] = {
-    "gsm8k": Task(score_number, 400, word_number, {"answer": str}),
-    "humaneval": Task(score_completion, 512, word_completion, {"tests": str, "entry_point": str}, runs_code=True),
-    "mbpp": Task(score_description, 400, word_description, {"tests": list, "entry_point": str}, runs_code=True),
-    "mmlu": Task(score_option, 256, word_options, {"answer": str}),
-    "ifeval": Task(
-        score_instructions, 640, word_plainly, {"meta": dict, "meta.instruction_id_list": list, "meta.kwargs": list}
+    "gsm8k": Task(score_number, 400, word_number, {"prompt": str, "answer": str}),
+    "humaneval": Task(
+        score_completion, 512, word_completion, {"prompt": str, "tests": str, "entry_point": str}, runs_code=True
     ),
+    "mbpp": Task(
+        score_description, 400, word_description, {"prompt": str, "tests": list, "entry_point": str}, runs_code=True
+    ),
+    "mmlu": Task(score_option, 256, word_options, {"prompt": str, "answer": str}),
+    "ifeval": Task(
+        score_instructions,
+        640,
+        word_plainly,
+        {"prompt": str, "meta": dict, "meta.instruction_id_list": list, "meta.kwargs": list},
+    ),
+    "humaneval_plus": Task(
+        score_plus,
+        768,
+        word_completion,
+        {"prompt": str, "answer": str, "entry_point": str, "base_input": list, "plus_input": list},
+        runs_code=True,
+    ),
+    "livecodebench": Task(score_problem, 2048, word_problem, {"prompt": str, "public_test_cases": str}, runs_code=True),
+    "komt_bench": Task(score_nothing, 1024, word_plainly, {}),
+    "alpaca": Task(score_nothing, 512, word_plainly, {}),
     "mt_bench": Task(score_nothing, 512, word_plainly, {}),
     "spec_bench/math_reasoning": Task(score_number, 512, word_plainly, {}),
     **{

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dropmatch.bench.tasks.item import Item, Score
@@ -29,6 +30,22 @@ def score_all(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> list[S
             score(item, texts) if future is None else future.result()
             for item, texts, future in zip(items, answers, waiting, strict=True)
         ]
+
+
+def pooled_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of many items of one task: means, each over the items that have it.
+
+    IFEval's instruction-level figures are shares of all instructions together, as lm-evaluation-harness has them;
+    ifeval_mean is that of its four figures.
+    """
+    names = dict.fromkeys(name for one in metrics for name in one)
+    pooled = {name: statistics.fmean(one[name] for one in metrics if name in one) for name in names}
+    if instructions := pooled.pop("instructions", 0.0):
+        for kind in ("strict", "loose"):
+            pooled[f"inst_level_{kind}"] = pooled.pop(f"followed_{kind}") / instructions
+        four = [f"{level}_level_{kind}" for level in ("prompt", "inst") for kind in ("strict", "loose")]
+        pooled["ifeval_mean"] = statistics.fmean(pooled[name] for name in four)
+    return pooled
 
 
 def _num_cores() -> int:
