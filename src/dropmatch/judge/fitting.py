@@ -1,0 +1,157 @@
+"""Fits a judge to mined labels: scaled logistic regression, its strength chosen on prompts that it did not see."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dropmatch.core.judge import JudgeHead
+from dropmatch.errors import ConfigError
+from dropmatch.judge.artefact import even_quantiles
+
+GRID = (*(10.0 ** (-7 + i / 2) for i in range(14)), 1.0, 3.0, 10.0, 50.0, 100.0)
+"""Inverse strengths of the L2 penalty."""
+NUM_THRESHOLDS = 26
+_MOST_STEPS = 1000
+
+
+def require_scikit_learn() -> None:
+    """Raise ConfigError where it is not installed, before anything takes long."""
+    try:
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("Training a judge needs scikit-learn: pip install 'dropmatch[judge-training]'.") from error
+
+
+def fit_judge(
+    features: NDArray[np.float32],
+    is_important: Sequence[bool],
+    prompts: Sequence[str],
+    *,
+    kind: str,
+    draft_size: int = 0,
+    validation: float = 0.1,
+    seed: int = 52,
+    grid: Sequence[float] = GRID,
+    refit: bool = False,
+    name: str = "judge",
+) -> tuple[JudgeHead, dict[str, Any]]:
+    """A head and how it was found. features: [M, D]; is_important: [M]; prompts: [M], which prompt a label is of.
+
+    The prompts are split with `seed`, `validation` of them kept apart; of the grid the strength with the largest area
+    under the ROC curve there is taken, the weakest model of a tie. Thresholds are 26 even quantiles of what that head
+    says of the validation labels. refit: fit the chosen strength to all labels afterwards; the thresholds stay.
+    Raises ConfigError where one side of the split lacks one of the two kinds of labels.
+    """
+    require_scikit_learn()
+    from sklearn.metrics import roc_auc_score
+
+    x, y = np.asarray(features, np.float64), np.asarray(is_important, bool)
+    held_out = split_prompts(prompts, validation, seed)
+    is_held = np.array([prompt in held_out for prompt in prompts])
+    for side, chosen in (("training", ~is_held), ("validation", is_held)):
+        if not 0 < y[chosen].sum() < chosen.sum():
+            raise ConfigError(
+                f"Of the {int(chosen.sum())} {side} labels {int(y[chosen].sum())} are important; a judge needs both "
+                "kinds on either side. Mine more prompts, or keep more of them apart with --validation."
+            )
+    tried = []
+    best: tuple[float, JudgeHead, NDArray[np.float64]] | None = None
+    for C in grid:
+        head, converged = _fit(x[~is_held], y[~is_held], C, kind, draft_size, name)
+        p = head.probability(torch.as_tensor(x[is_held])).numpy()
+        auc = float(roc_auc_score(y[is_held], p))
+        tried.append({"C": C, "auc": auc, "converged": converged})
+        if best is None or auc > best[0]:
+            best = (auc, head, p)
+            chosen_strength = C
+    assert best is not None
+    auc, head, p = best
+    if refit:
+        head, _ = _fit(x, y, chosen_strength, kind, draft_size, name)
+    thresholds = even_quantiles(p.tolist(), NUM_THRESHOLDS)
+    report = {
+        "C": chosen_strength,
+        "auc": auc,
+        "refit": refit,
+        "grid": tried,
+        "training": _counts(prompts, y, ~is_held),
+        "validation": {**_counts(prompts, y, is_held), "prompt_ids": sorted(held_out)},
+        "operating_points": _operating_points(thresholds, p, y[is_held]),
+    }
+    made = JudgeHead(
+        mean=head.mean,
+        scale=head.scale,
+        weight=head.weight,
+        bias=head.bias,
+        features=kind,
+        draft_size=draft_size,
+        thresholds=thresholds,
+        name=name,
+    )
+    return made, report
+
+
+def split_prompts(prompts: Sequence[str], validation: float, seed: int) -> frozenset[str]:
+    """The prompts to keep apart: a share of the distinct ones, at least one, shuffled with the seed."""
+    distinct = sorted(set(prompts))
+    if not 0.0 < validation < 1.0:
+        raise ConfigError(f"validation={validation!r} is out of range. Give a share between 0 and 1, such as 0.1.")
+    if len(distinct) < 2:
+        raise ConfigError(f"Labels of {len(distinct)} prompts cannot be split. Mine at least 2.")
+    count = min(max(1, round(validation * len(distinct))), len(distinct) - 1)
+    order = np.random.RandomState(seed).permutation(len(distinct))
+    return frozenset(distinct[i] for i in order[:count])
+
+
+def _fit(
+    x: NDArray[np.float64], y: NDArray[np.bool_], C: float, kind: str, draft_size: int, name: str
+) -> tuple[JudgeHead, bool]:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        model = LogisticRegression(C=C, max_iter=_MOST_STEPS).fit(scaler.transform(x), y)
+    converged = not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+    head = JudgeHead(
+        mean=torch.as_tensor(scaler.mean_),
+        scale=torch.as_tensor(scaler.scale_),
+        weight=torch.as_tensor(model.coef_[0]),
+        bias=float(model.intercept_[0]),
+        features=kind,
+        draft_size=draft_size,
+        name=name,
+    )
+    return head, converged
+
+
+def _counts(prompts: Sequence[str], y: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> dict[str, int]:
+    return {
+        "prompts": len({prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if is_chosen}),
+        "labels": int(chosen.sum()),
+        "important": int(y[chosen].sum()),
+    }
+
+
+def _operating_points(
+    thresholds: Sequence[float], p: NDArray[np.float64], y: NDArray[np.bool_]
+) -> list[dict[str, float | str]]:
+    """What each threshold would keep of the validation labels: of all of them, of the important ones."""
+    last = len(thresholds) - 1
+    return [
+        {
+            "quantile": f"q{round(i / last, 4):g}",
+            "threshold": threshold,
+            "kept": float((p < threshold).mean()),
+            "important_kept": float((p[y] < threshold).mean()),
+        }
+        for i, threshold in enumerate(thresholds)
+    ]
