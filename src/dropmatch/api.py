@@ -14,6 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,9 @@ from dropmatch.core.stats import EngineStats, RequestStats
 from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.drafters.ngram import NgramDrafter
 from dropmatch.drafters.random_tokens import RandomDrafter
+from dropmatch.eagle3.checkpoint import TargetFacts, load_head, read_settings
+from dropmatch.eagle3.drafter import TREE_TOKENS, TREE_TOP_K, Eagle3Drafter
+from dropmatch.eagle3.find import SHIPPED, find_head, require_shipped_head, shipped_head
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.hf.int4 import quantize_int4
@@ -44,6 +48,8 @@ DraftWeights = Literal["own", "int4"]
 # On the small pair's target 0.3 saturates the radius, so that Eq. 6 would keep almost anything.
 _P_DROP: dict[str, PDrop] = {"small": "auto"}
 _MODEL_FREE = ("none", "ngram", "random")
+# A CPU pays for every node of a tree, so the small pair drafts small ones: most nodes, children per node.
+_TREES = {"small": (16, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +191,24 @@ def load(
     device: str = "auto",
     device_map: Any = None,
     pack_weights: bool = True,
+    tree_tokens: int | None = None,
+    tree_top_k: int | None = None,
+    tap_offset: int | None = None,
     max_batch: int = 32,
     seed: int = 0,
 ) -> Decoder:
     """Load a target, its tokenizer and a drafter.
 
     target: a hub id, a local folder, a .gguf file, or a named pair ("default", "small"). draft: likewise a model that
-    reads the same tokens, or "ngram", "random", "none"; None takes the pair's own drafter, or "ngram".
+    reads the same tokens, an EAGLE-3 head, "eagle3" for the head that dropmatch carries for a named pair, or "ngram",
+    "random", "none"; None takes the pair's own drafter, or "ngram".
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, "auto" or
     "auto-expected" (see `DropoutConfig`); None takes 0.3, or what a named pair needs.
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
     pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.
+    tree_tokens, tree_top_k, tap_offset: of EAGLE-3 heads, whose trees are as deep as draft_length: most nodes (60),
+    children per node (10; 1 drafts chains), and see `eagle3.settings.parse_settings`.
     dtype: "auto" takes the checkpoint's; device: "auto" takes CUDA if there is one; device_map: as for transformers.
     Rows end at the last position that both models have.
     Raises ConfigError, UnknownNameError, ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError.
@@ -206,23 +218,40 @@ def load(
     chosen = _P_DROP.get(target, 0.3) if p_drop is None else p_drop
     dropout = DropoutConfig(num_paths=num_paths, p_drop=chosen, heads=heads)
     check_choice("draft_weights", draft_weights, ("own", "int4"))
+    name = target
+    head = require_shipped_head(target) if draft == SHIPPED else shipped_head(target) if draft is None else None
     if target in PAIRS:
         pair = ensure_pair(target)
         target = str(pair.target)
         draft = draft or (str(pair.draft) if pair.draft is not None else "ngram")
     draft = draft or "ngram"
+    if head is None and draft not in _MODEL_FREE:
+        head = find_head(draft)
+    if (head or draft in _MODEL_FREE) and (draft_weights != "own" or min_confidence != 0.0):
+        what = "is an EAGLE-3 head" if head else "has no weights"
+        raise ConfigError(f"draft_weights and min_confidence are for draft models, and draft={draft!r} {what}.")
+    if head is None and (tree_tokens, tree_top_k, tap_offset) != (None, None, None):
+        raise ConfigError(f"tree_tokens, tree_top_k and tap_offset are for EAGLE-3 heads, and draft={draft!r} is none.")
     tokenizer = load_tokenizer(target)
-    if draft in _MODEL_FREE and (draft_weights != "own" or min_confidence != 0.0):
-        raise ConfigError(f"draft_weights and min_confidence are for draft models, and draft={draft!r} has no weights.")
-    if draft not in _MODEL_FREE:
+    if head is None and draft not in _MODEL_FREE:
         check_tokenizers(tokenizer, load_tokenizer(draft))
     own_target = load_model(target, dtype=dtype, device=device, device_map=device_map)
     if pack_weights:
         pack_linears(own_target)
-    target_model = HFModel(own_target)
+    target_model = _wrapped(own_target, head, tap_offset)
     positions = [target_model.max_positions]
     drafter: Drafter | None
-    if draft == "none":
+    if head is not None:
+        facts = TargetFacts.of(target_model)
+        loaded = load_head(head, facts, dtype=target_model.dtype, device=target_model.device, tap_offset=tap_offset)
+        nodes, children = _TREES.get(name, (TREE_TOKENS, TREE_TOP_K))
+        drafter = Eagle3Drafter(
+            loaded,
+            target_model.vocab_size,
+            tree_tokens=nodes if tree_tokens is None else tree_tokens,
+            top_k=children if tree_top_k is None else tree_top_k,
+        )
+    elif draft == "none":
         drafter = None
     elif draft == "ngram":
         drafter = NgramDrafter(target_model.device)
@@ -268,6 +297,14 @@ def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:
     return items
 
 
+def _wrapped(model: Any, head: Path | None, tap_offset: int | None) -> HFModel:
+    """The target, with the layers that an EAGLE-3 head reads on show."""
+    if head is None:
+        return HFModel(model)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return HFModel(model, tap_layers=read_settings(head, tap_offset=tap_offset).taps_of(num_layers))
+
+
 def _with_own_cache(model: HFModel) -> HFModel:
     return HFModel(model.model, tap_layers=model.tap_layers, probe=False)  # the probe was passed when it was loaded
 
@@ -278,6 +315,8 @@ def _with_own_state(drafter: Drafter | None) -> Drafter | None:
         return DraftModelDrafter(
             _with_own_cache(drafter.model), drafter.vocab_size, min_confidence=drafter.min_confidence
         )
+    if isinstance(drafter, Eagle3Drafter):
+        return Eagle3Drafter(drafter.head, drafter.vocab_size, tree_tokens=drafter.tree_tokens, top_k=drafter.top_k)
     return copy.deepcopy(drafter) if isinstance(drafter, NgramDrafter) else drafter
 
 

@@ -24,6 +24,8 @@ def generate(
     draft_length: o.DraftLength = 5,
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,
+    tree_tokens: o.TreeTokens = None,
+    tree_top_k: o.TreeTopK = None,
     max_new_tokens: o.MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
@@ -66,6 +68,8 @@ def generate(
         heads=heads,
         draft_weights=draft_weights,
         min_confidence=min_confidence,
+        tree_tokens=tree_tokens,
+        tree_top_k=tree_top_k,
     )
     ids = decoder.encode(text, chat=chat)
     if as_json:

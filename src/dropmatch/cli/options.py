@@ -17,7 +17,10 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(help="Draft model, likewise; or ngram, none. Left out: the pair's own drafter, or ngram."),
+    typer.Option(
+        help="Draft model or EAGLE-3 head, likewise; or eagle3 (the pair's head), ngram, none. Left out: the pair's "
+        "own drafter, or ngram."
+    ),
 ]
 Rule = Annotated[str, typer.Option(help="Acceptance rule, or several joined by '+'.")]
 NumPaths = Annotated[int, typer.Option("--k", min=1, help="K, dropout paths through the LM head.")]
@@ -36,6 +39,14 @@ Heads = Annotated[str, typer.Option(help="full, or shortlist: ask the dropout he
 DraftWeights = Annotated[str, typer.Option(help="own, or int4: round the draft model's weights to 4 bits (CPU).")]
 MinConfidence = Annotated[
     float, typer.Option(min=0, max=1, help="End a draft behind a token the draft model gives less (0: off).")
+]
+TreeTokens = Annotated[
+    int | None,
+    typer.Option(help="EAGLE-3: most nodes of a draft tree. Left out: 60, for small 16.", show_default=False),
+]
+TreeTopK = Annotated[
+    int | None,
+    typer.Option(help="EAGLE-3: children per node; 1 drafts chains. Left out: 10, for small 4.", show_default=False),
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
 Seed = Annotated[int, typer.Option(min=0, help="Keys dropout masks and sampling noise.")]
@@ -71,6 +82,8 @@ def load_decoder(
     heads: str = "full",
     draft_weights: str = "own",
     min_confidence: float = 0.0,
+    tree_tokens: int | None = None,
+    tree_top_k: int | None = None,
 ) -> Decoder:
     """`dropmatch.load` from command-line values, saying what "auto" chose."""
     import dropmatch
@@ -89,6 +102,8 @@ def load_decoder(
         draft_length=draft_length,
         draft_weights=draft_weights,  # type: ignore[arg-type]
         min_confidence=min_confidence,
+        tree_tokens=tree_tokens,
+        tree_top_k=tree_top_k,
         dtype=dtype,
         device=device,
     )

@@ -9,6 +9,7 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -18,6 +19,7 @@ from dropmatch.errors import ModelNotFoundError
 _REACH_SECONDS = 3.0
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _INDEX = "model.safetensors.index.json"
+_PICKLE = "pytorch_model.bin"
 
 
 def hub_snapshot(hub_id: str) -> Path:
@@ -32,6 +34,37 @@ def hub_snapshot(hub_id: str) -> Path:
         raise ModelNotFoundError(f"{hub_id} is not in the local hub cache, and {reason}.")
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(f"The hub did not give {hub_id}: {error}") from error
+
+
+def hub_config(hub_id: str) -> dict[str, Any] | None:
+    """The config.json of a hub id, from the local cache or downloaded; None if there is none to be had."""
+    try:
+        path: Any = huggingface_hub.try_to_load_from_cache(hub_id, "config.json")
+        if not isinstance(path, str):
+            if why_unreachable(hub_id):
+                return None
+            path = huggingface_hub.hf_hub_download(hub_id, "config.json")
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def hub_head(hub_id: str) -> Path:
+    """Folder of a draft head, from the local cache or downloaded. Unlike models, heads are often a pickle alone.
+    Raises ModelNotFoundError."""
+    try:
+        folder = Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+        if any(folder.glob("*.safetensors")) or (folder / _PICKLE).exists():
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    if reason := why_unreachable(hub_id):
+        raise ModelNotFoundError(f"The weights of {hub_id} are not in the local hub cache, and {reason}.")
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", _PICKLE]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(f"The hub did not give {hub_id}: {error}") from error
 
