@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,3 +95,114 @@ def eagle3(
         err=True,
     )
     print(json.dumps({"output": str(output), "held_out": held, "vocabulary_coverage": report["vocabulary_coverage"]}))
+
+
+@train_app.command()
+def judge(
+    data: Annotated[list[str], typer.Option(help="JSON-lines file of prompts with answers or tests; may be repeated.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the finished judge.")],
+    target: o.Target = "default",
+    draft: o.Draft = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="File of mined labels, made or taken up. Left out: labels.json in OUTPUT.")
+    ] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")] = None,
+    start: Annotated[int, typer.Option(min=0, help="Prompts to skip at the start of each file.")] = 0,
+    features: Annotated[str, typer.Option(help="DD-DT (states of both models) or DT (the target's alone).")] = "DD-DT",
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Left out: the task's own cap.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts mined side by side.")] = 8,
+    draft_length: Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Old tokens tried at once.")] = 6,
+    label_share: Annotated[float, typer.Option(help="Share of the mismatches that are asked about.")] = 1.0,
+    validation: Annotated[float, typer.Option(help="Share of the prompts kept apart.")] = 0.1,
+    refit: Annotated[bool, typer.Option("--refit", help="Fit the chosen strength to all labels at the end.")] = False,
+    draft_weights: o.DraftWeights = "own",
+    seed: Annotated[int, typer.Option(min=0, help="Shuffles the split.")] = 52,
+    restart: Annotated[bool, typer.Option("--restart", help="Throw away labels that are there.")] = False,
+    dtype: o.DType = "auto",
+    device: o.Device = "auto",
+) -> None:
+    """Train a judge: find out which deviations of the draft model change the target's answers, and fit a head to that.
+
+    A run that is stopped goes on where it was when the same command is given again. Evaluate on other prompts."""
+    from dropmatch.bench.tasks import load_items
+    from dropmatch.cli.bench import check_writable
+    from dropmatch.config import check_choice
+    from dropmatch.core.judge import FEATURES
+    from dropmatch.judge.fitting import require_scikit_learn
+    from dropmatch.training.judge import FitSettings, MiningSettings, draft_model, train_judge
+
+    check_choice("features", features, FEATURES)
+    require_scikit_learn()
+    mining = MiningSettings(
+        max_new_tokens=max_new_tokens, batch=batch, draft_length=draft_length, label_share=label_share
+    )
+    fit = FitSettings(features=features, validation=validation, seed=seed, refit=refit)
+    labels = labels or output / "labels.json"
+    for path in (output / "judge.json", labels):
+        check_writable(path)
+    items = [item for source in data for item in load_items(source, num, start=start)]
+    decoder = o.load_decoder(
+        target,
+        draft,
+        rule="exact",
+        k=1,
+        p_drop="0",
+        guard_prob=0.0,
+        guard_ratio=0.0,
+        draft_length=1,
+        dtype=dtype,
+        device=device,
+        draft_weights=draft_weights,
+    )
+    draft_model(decoder)  # a pair without one shows before anything is mined
+    try:
+        info = train_judge(
+            decoder,
+            items,
+            output,
+            labels,
+            mining=mining,
+            fit=fit,
+            described={"target": target, "draft": draft, "draft_weights": draft_weights},
+            data=[Path(source).name for source in data],
+            restart=restart,
+        )
+    except KeyboardInterrupt:
+        typer.secho("\nStopped. Give the same command again to go on.", err=True)
+        sys.exit(130)
+    _print_judge(output, info)
+
+
+def _print_judge(output: Path, info: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("threshold", "", "mismatches kept", "important ones kept", title="On the validation labels")
+    for point in info["operating_points"][::5]:
+        kept, important = (f"{point[name]:.0%}" for name in ("kept", "important_kept"))
+        table.add_row(point["quantile"], f"{point['threshold']:.4f}", kept, important)
+    Console(stderr=True).print(table)
+    sides = {side: {key: info[side][key] for key in ("prompts", "labels", "important")} for side in
+             ("training", "validation")}  # fmt: skip
+    print(json.dumps({"output": str(output), "C": info["C"], "auc": info["auc"], **sides, "mining": info["mining"]}))
+
+
+@train_app.command("convert-judge")
+def convert_judge(
+    pickled: Annotated[Path, typer.Argument(help="A judge as a pickle (.pkl) or of torch.save (.pt).")],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    features: Annotated[str, typer.Option(help="What it reads: DT or DD-DT. The pickle does not say.")] = "DT",
+    draft_size: Annotated[int, typer.Option(min=0, help="With DD-DT: size of the draft model's state.")] = 0,
+    fold: Annotated[int | None, typer.Option(min=0, help="Which head of a list, from 0 on.")] = None,
+) -> None:
+    """Take a judge's numbers out of somebody's pickle without running it, and write them as a judge of ours."""
+    from dropmatch.cli.bench import check_writable
+    from dropmatch.judge import save_judge
+    from dropmatch.judge.pickles import read_pickled_judge
+
+    check_writable(output / "judge.json")
+    head = read_pickled_judge(pickled, features=features, draft_size=draft_size, fold=fold)
+    save_judge(head, output, {"converted_from": pickled.name})
+    print(json.dumps({"output": str(output), "features": head.features, "numbers": head.weight.numel()}))
