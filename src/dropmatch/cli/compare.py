@@ -38,6 +38,7 @@ def compare(
     p_drop: o.PDrop = None,
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
+    judge: o.Judge = None,
     heads: o.Heads = "full",
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,
@@ -62,7 +63,8 @@ def compare(
     from dropmatch.core.acceptance import RuleOptions
 
     draft_lengths = parse_lengths(lengths)
-    rule_options = RuleOptions(guard_prob=guard_prob, guard_ratio=guard_ratio)
+    rule_options = RuleOptions(guard_prob=guard_prob, guard_ratio=guard_ratio, judge=o.load_head(judge))
+    head = rule_options.judge
     names = split_list(rules)
     parse_arms(names, draft_lengths, DropoutConfig(num_paths=k), rule_options)  # mistakes show before models load
     check_writable(output)
@@ -101,6 +103,7 @@ def compare(
         "draft": draft,
         "guard_prob": guard_prob,
         "guard_ratio": guard_ratio,
+        "judge": None if head is None else f"{head.name} ({head.digest})",
         "draft_weights": draft_weights,
         "min_confidence": min_confidence,
     }

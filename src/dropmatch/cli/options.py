@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from dropmatch.errors import ConfigError
 if TYPE_CHECKING:
     from dropmatch import config
     from dropmatch.api import Decoder
+    from dropmatch.core.judge import JudgeHead
 
 Target = Annotated[
     str, typer.Option(help="Target model: hub id, local folder, .gguf file, or a named pair (default, small).")
@@ -23,6 +25,7 @@ Draft = Annotated[
     ),
 ]
 Rule = Annotated[str, typer.Option(help="Acceptance rule, or several joined by '+'.")]
+Judge = Annotated[Path | None, typer.Option(help="Trained judge, for rules with `judge` in them: its folder or file.")]
 NumPaths = Annotated[int, typer.Option("--k", min=1, help="K, dropout paths through the LM head.")]
 PDrop = Annotated[
     str | None,
@@ -67,6 +70,15 @@ def parse_p_drop(text: str | None) -> config.PDrop | None:
         ) from None
 
 
+def load_head(path: Path | None) -> JudgeHead | None:
+    """The judge in a folder or file, where one is named."""
+    if path is None:
+        return None
+    from dropmatch.judge import load_judge
+
+    return load_judge(path)
+
+
 def load_decoder(
     target: str,
     draft: str | None,
@@ -82,6 +94,7 @@ def load_decoder(
     heads: str = "full",
     draft_weights: str = "own",
     min_confidence: float = 0.0,
+    judge: Path | None = None,
     tree_tokens: int | None = None,
     tree_top_k: int | None = None,
 ) -> Decoder:
@@ -90,7 +103,7 @@ def load_decoder(
     from dropmatch.hf.loading import hide_progress_bars
 
     hide_progress_bars()
-    options: dict[str, Any] = {"guard_prob": guard_prob, "guard_ratio": guard_ratio}
+    options: dict[str, Any] = {"guard_prob": guard_prob, "guard_ratio": guard_ratio, "judge": load_head(judge)}
     decoder = dropmatch.load(
         target,
         draft,

@@ -8,6 +8,7 @@ are the business of `dropmatch.judge`. Source: Auto-Judge, as DropMatch (arXiv 2
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,12 @@ class JudgeHead:
     def target_size(self) -> int:
         """Numbers that the target's hidden state must have."""
         return self.weight.numel() - self.draft_size
+
+    @property
+    def digest(self) -> str:
+        """Tells heads apart that go by one name."""
+        numbers = torch.cat([self.mean, self.scale, self.weight, torch.tensor([self.bias, *self.thresholds])])
+        return hashlib.sha256(self.features.encode() + numbers.double().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def probability(self, features: Tensor) -> Tensor:
         """Chance that each drafted token is important. features: [M, D]. Returns [M] float64."""
