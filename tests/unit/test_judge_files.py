@@ -51,6 +51,8 @@ def test_a_saved_judge_comes_back(tmp_path: Path, head: JudgeHead) -> None:
     save_judge(head, tmp_path / "judge", {"C": 0.001, "auc": 0.8})
     assert _same(load_judge(tmp_path / "judge"), head)
     assert load_judge(tmp_path / "judge").name == "judge"
+    for name in ("judge.json", "judge.safetensors"):
+        assert _same(load_judge(tmp_path / "judge" / name), head)
     assert judge_info(tmp_path / "judge")["auc"] == 0.8
     assert sorted(path.name for path in (tmp_path / "judge").iterdir()) == ["judge.json", "judge.safetensors"]
     save_judge(judge_head(SIZE, seed=9), tmp_path / "judge", {})

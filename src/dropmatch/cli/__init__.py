@@ -8,6 +8,7 @@ import warnings
 import typer
 
 from dropmatch.cli.analyze import analyze_app
+from dropmatch.cli.autojudge import autojudge
 from dropmatch.cli.batch import batch
 from dropmatch.cli.bench import bench_app
 from dropmatch.cli.compare import compare
@@ -35,6 +36,7 @@ app.command()(fetch)
 app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
 app.command("lm-eval-tasks")(lm_eval_tasks)
 bench_app.command()(batch)
+bench_app.command()(autojudge)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.add_typer(analyze_app, name="analyze")

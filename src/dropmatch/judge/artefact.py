@@ -57,6 +57,8 @@ def load_judge(path: str | Path) -> JudgeHead:
     Raises DataError if there is nothing there, IntegrityError naming the file and what is wrong with it.
     """
     path = Path(path)
+    if path.name in (_JSON, _TENSORS) and all((path.parent / name).is_file() for name in (_JSON, _TENSORS)):
+        path = path.parent  # one file of a folder of ours
     if path.is_dir():
         described = judge_info(path)
         tensors = _read_safetensors(path / _TENSORS)
