@@ -384,22 +384,25 @@ _CALL_EVENTS = (
 _CALL_NAMES = {"os.system", "os.startfile"}
 _CALL_MODULES = {"_posixsubprocess", "_socket", "_ctypes", "_multiprocessing"}
 _FILE_EVENTS = (
-    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.utime"),
+    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir"),
     *("os.chmod", "os.chown", "os.chflags", "os.lchmod", "os.setxattr", "os.removexattr"),
 )
 
 
 def _add_audit_hook(folder: str, *, guards_files: bool, guards_calls: bool) -> None:
     """What Python itself can refuse. Weaker than the kernel: native code does not ask."""
-    root = os.path.realpath(folder)
-    real, join, fspath, isinstance_ = os.path.realpath, os.path.join, os.fspath, isinstance
-    flags = _WRITE_FLAGS
+    root, flags = os.path.realpath(folder), _WRITE_FLAGS
+    # names that the program may replace later
+    real, is_folder, fsdecode, null, is_a = os.path.realpath, os.path.isdir, os.fsdecode, os.devnull, isinstance
 
     def is_outside(path: Any) -> bool:
-        if isinstance_(path, int):
-            return False  # already open
-        full = real(join(root, os.fsdecode(fspath(path))))
-        return full != root and not full.startswith(root + os.sep)
+        if path is None or is_a(path, int):
+            return False  # the working folder, or open already
+        text = fsdecode(path)
+        if not text.startswith("/") and ".." in text.split("/"):
+            return True  # it may be meant from an open folder, which no event names
+        full = real(text)
+        return full != root and not full.startswith(root + "/")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if guards_calls and (
@@ -412,7 +415,8 @@ def _add_audit_hook(folder: str, *, guards_files: bool, guards_calls: bool) -> N
             return
         if event == "open":
             path, _, mode = arguments
-            if path is not None and mode & flags and path != os.devnull and is_outside(path):
+            # an open folder would be a way to name files outside it without a path
+            if path != null and is_outside(path) and (mode & flags or is_folder(path)):
                 raise PermissionError("writing outside the working folder is not allowed in the sandbox")
         elif event in _FILE_EVENTS:
             count = 2 if event in ("os.rename", "os.link", "os.symlink") else 1

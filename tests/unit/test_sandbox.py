@@ -1,0 +1,486 @@
+"""Hostile and broken programs in the sandbox: none passes, none harms, none outlives its run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dropmatch.bench import sandbox, sandbox_child
+from dropmatch.bench.sandbox import Limits, Outcome, run_calls, run_code
+from dropmatch.errors import ConfigError, StateError
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs process limits, which Windows lacks")
+
+QUICK = Limits(cpu_seconds=1, wall_seconds=2.0, memory_bytes=256 << 20, file_bytes=1 << 20, folder_bytes=4 << 20)
+KERNEL = ("landlock", "seccomp")
+CHECKS = "assert double(2) == 4"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> None:
+    """Skips where the kernel confines nothing."""
+    if sandbox.protections() != KERNEL:
+        pytest.skip(f"needs Landlock and seccomp; here only {sandbox.protections()} are in force")
+
+
+def run(program: str, checks: str = "", limits: Limits = QUICK) -> Outcome:
+    return run_code(textwrap.dedent(program), checks=checks, limits=limits)
+
+
+def test_a_right_program_passes_and_a_wrong_one_does_not() -> None:
+    right = run("def double(x): return 2 * x", CHECKS)
+    assert right.passed
+    assert (right.status, right.detail) == ("finished", "")
+    wrong = run("def double(x): return x", CHECKS)
+    assert not wrong.passed
+    assert (wrong.status, wrong.detail) == ("failed", "AssertionError")
+
+
+def test_what_confines_the_program_is_said() -> None:
+    assert run("x = 1").protections in (KERNEL, ("landlock", "audit hook"), ("seccomp", "audit hook"), ("audit hook",))
+
+
+@pytest.mark.parametrize("program", ["def f(:", "1 / 0", "raise KeyboardInterrupt", "raise BaseException('no')"])
+def test_programs_that_raise_fail(program: str) -> None:
+    assert run(program).status == "failed"
+
+
+FAKED = {
+    "leaves at once": "import sys; sys.exit(0)",
+    "leaves the process": "import os; os._exit(0)",
+    "leaves later": "import sys\ndef double(x): sys.exit(0)",
+    "leaves the process later": "import os\ndef double(x): os._exit(0)",
+    "says so": "print('passed'); print('{\"status\": \"finished\"}')\ndef double(x): return 5",
+    "writes into every pipe": """
+        import os
+        for descriptor in range(1, 64):
+            try:
+                os.write(descriptor, b'{"token": "", "status": "finished", "detail": ""}\\n')
+            except OSError:
+                pass
+        os._exit(0)
+        """,
+    "repeats the report's first line": """
+        import os
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b'{"protections": []}\\n{"status": "finished", "detail": ""}\\n')
+            except OSError:
+                pass
+        def double(x): return 5
+        """,
+    "closes every pipe": "import os; os.closerange(0, 64)\ndef double(x): return 5",
+    "replaces names of the harness": """
+        import builtins, json, os, sys
+        builtins.exec = builtins.compile = os.write = json.dumps = lambda *a, **k: None
+        sys.exit = os._exit = lambda *a: None
+        def double(x): return 5
+        """,
+    "replaces exceptions": """
+        import builtins
+        builtins.AssertionError = builtins.BaseException = builtins.SystemExit = None
+        def double(x): return 5
+        """,
+    "empties the built-in names": "import builtins; vars(builtins).clear()",
+    "defines the checks away": "def check(f): pass\nassert_ = print\ndef double(x): return 5",
+    "catches everything": """
+        def double(x):
+            try:
+                raise SystemExit
+            except BaseException:
+                return 5
+        """,
+    "raises something odd": """
+        class Odd(BaseException):
+            def __str__(self): raise SystemExit(0)
+        def double(x): raise Odd
+        """,
+    "goes on after the checks": """
+        import atexit, os, threading
+        atexit.register(lambda: os._exit(0))
+        threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+        def double(x): return 5
+        """,
+    "swallows the checks": 'double = lambda x: 5\n"""',
+    "comes back from a trace": """
+        import sys
+        sys.settrace(lambda *a: None)
+        sys.excepthook = lambda *a: None
+        def double(x): return 5
+        """,
+}
+
+
+@pytest.mark.parametrize("name", FAKED)
+def test_faked_success_does_not_pass(name: str) -> None:
+    outcome = run(FAKED[name], CHECKS)
+    assert not outcome.passed
+    assert outcome.status in ("failed", "exited", "killed")
+
+
+def test_checks_see_the_built_in_functions_as_they_were() -> None:
+    program = "import builtins; builtins.abs = lambda x: 0\ndef double(x): return 9"
+    assert not run(program, "assert abs(double(2) - 4) < 1").passed
+
+
+def test_a_loop_without_end_stops_at_the_cpu_limit() -> None:
+    began = time.monotonic()
+    outcome = run("while True: pass", limits=Limits(cpu_seconds=1, wall_seconds=60.0))
+    assert outcome.status == "timeout"
+    assert "1 s of CPU time" in outcome.detail
+    assert time.monotonic() - began < 30
+
+
+def test_temporary_folders_work_under_every_protection() -> None:
+    program = "import tempfile\nwith tempfile.TemporaryDirectory() as folder: open(folder + '/a', 'w').write('x')"
+    for without in WITHOUT.values():
+        outcome = sandbox._run(program, limits=QUICK, without=without)
+        assert outcome.passed, outcome.detail
+
+
+def test_a_loop_that_catches_everything_stops_too() -> None:
+    program = """
+        import signal
+        for number in range(1, 65):
+            try:
+                signal.signal(number, lambda *a: None)
+            except (OSError, ValueError):
+                pass
+        while True:
+            try:
+                while True: pass
+            except BaseException:
+                pass
+        """
+    assert run(program, limits=Limits(cpu_seconds=1, wall_seconds=60.0)).status == "timeout"
+
+
+def test_a_program_that_sleeps_stops_at_the_wall_limit() -> None:
+    outcome = run("import time; time.sleep(60)", limits=Limits(wall_seconds=0.5))
+    assert outcome.status == "timeout"
+    assert "wall time" in outcome.detail
+
+
+def test_a_program_that_closes_its_pipes_and_sleeps_stops() -> None:
+    """Reading ends at once then, and the clock must go on."""
+    program = "import os, time; os.closerange(0, 64); time.sleep(60)"
+    assert run(program, limits=Limits(wall_seconds=0.5)).status == "timeout"
+
+
+def test_memory_is_limited() -> None:
+    outcome = run("x = bytearray(1 << 30)")
+    assert (outcome.status, outcome.detail) == ("memory", "MemoryError")
+    assert run("x = []\nwhile True: x.append(bytearray(1 << 20))").status in ("memory", "killed")
+
+
+def test_output_is_cut_and_still_read() -> None:
+    outcome = run("import sys\nprint('x' * 5_000_000)\nprint('y' * 5_000_000, file=sys.stderr)")
+    assert outcome.passed
+    assert outcome.stdout == "x" * QUICK.output_bytes
+    assert outcome.stderr == "y" * QUICK.output_bytes
+
+
+def test_files_are_limited_one_by_one_and_together() -> None:
+    assert run("open('a', 'wb').write(b'x' * (2 << 20))").detail.startswith("OSError: [Errno 27]")
+    program = """
+        import os, time
+        for number in range(20):
+            with open(str(number), "wb") as file:
+                file.write(os.urandom(1 << 19))
+        time.sleep(60)
+        """
+    assert run(program, limits=Limits(wall_seconds=10.0, folder_bytes=4 << 20)).status == "files"
+
+
+def test_the_working_folder_is_empty_writable_and_removed() -> None:
+    outcome = run(
+        "import os\nprint(os.getcwd(), os.listdir())\nopen('a', 'w').write('x'); os.mkdir('b'); os.rename('a', 'b/a')"
+    )
+    assert outcome.passed
+    folder, listing = outcome.stdout.split(maxsplit=1)
+    assert listing == "[]\n"
+    assert not Path(folder).exists()
+
+
+def test_the_caller_s_environment_does_not_reach_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # would take the asserts away
+    outcome = run("import os; print(dict(os.environ))", "assert False")
+    assert "hunter2" not in outcome.stdout
+    assert outcome.status == "failed"
+
+
+def test_there_is_no_standard_input_but_the_text_given() -> None:
+    assert run("input()").detail == "EOFError: EOF when reading a line"
+    echo = run_code("import sys\nprint(input())\nprint(sys.stdin.read())", stdin="één\n2\n3", is_main=True)
+    assert (echo.status, echo.stdout) == ("finished", "één\n2\n3\n")
+
+
+def test_a_script_runs_as_main_and_a_module_does_not() -> None:
+    program = "if __name__ == '__main__': print('main')"
+    assert run_code(program, is_main=True).stdout == "main\n"
+    assert run_code(program).stdout == ""
+
+
+def test_programs_use_threads_classes_and_packages() -> None:
+    program = """
+        from __future__ import annotations
+        import asyncio, collections, dataclasses, pickle, threading, typing
+        import numpy
+        @dataclasses.dataclass
+        class Point:
+            x: int
+        pair = collections.namedtuple("pair", "a b")
+        assert pickle.loads(pickle.dumps(Point(1))) == Point(1)
+        thread = threading.Thread(target=print, args=("thread",))
+        thread.start(); thread.join()
+        asyncio.run(asyncio.sleep(0))
+        def double(x): return int(numpy.array([x]).sum() * 2)
+        """
+    outcome = run(program, CHECKS, limits=Limits())
+    assert outcome.passed, outcome.detail
+    assert outcome.stdout == "thread\n"
+
+
+def test_sets_of_strings_have_one_order() -> None:
+    program = "print(list({str(i) for i in range(50)}))"
+    assert run(program).stdout == run(program).stdout
+
+
+# --- the world outside: each attempt under the kernel's protections, and under Python's alone ---
+
+WITHOUT = {"kernel": (), "audit hook": KERNEL}
+
+
+def attempt(program: str, without: str) -> Outcome:
+    outcome = sandbox._run(textwrap.dedent(program), limits=QUICK, without=WITHOUT[without])
+    if without == "audit hook":
+        assert outcome.protections == ("audit hook",)
+    elif outcome.protections != KERNEL:
+        pytest.skip("needs Landlock and seccomp")
+    return outcome
+
+
+FORBIDDEN = {
+    "a socket": "import socket; socket.socket()",
+    "a connection": "import socket; socket.create_connection(('127.0.0.1', {port}), timeout=1)",
+    "a web page": "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}')",
+    "a fork": "import os; os.fork()",
+    "a fork bomb": "import os\nwhile True: os.fork()",
+    "a program": "import subprocess; subprocess.run(['true'], check=True)",
+    "a shell": "import os\nif os.system('true') != 0: raise PermissionError",
+    "a replacement of the process": "import os; os.execv('/bin/true', ['true'])",
+    "a worker": "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start()",
+    "a kill of the parent": "import os; os.kill(os.getppid(), 9)",
+    "a kill of the group": "import os; os.killpg(os.getpgid(os.getppid()), 9)",
+    "a file outside": "open({outside!r}, 'w')",
+    "a file outside by climbing": "open('../escaped', 'w')",
+    "a change of a file outside": "open({existing!r}, 'a')",
+    "a removal outside": "import os; os.remove({existing!r})",
+    "a renaming to the outside": "import os; open('a', 'w'); os.rename('a', {outside!r})",
+    "a folder outside": "import os; os.mkdir({outside!r})",
+    "a file by way of another folder": "import os; os.chdir({folder!r}); open('outside', 'w')",
+    "a file by way of an open folder": (
+        "import os; os.open('outside', os.O_CREAT | os.O_WRONLY, dir_fd=os.open({folder!r}, os.O_RDONLY))"
+    ),
+    "a file by way of a link": "import os; os.symlink({folder!r}, 'a'); open('a/outside', 'w')",
+    "a file above an open folder": (
+        "import os; os.open('../escaped', os.O_CREAT | os.O_WRONLY, dir_fd=os.open('.', os.O_RDONLY))"
+    ),
+    "a tree removed": "import shutil; shutil.rmtree({folder!r})",
+}
+
+
+@pytest.mark.parametrize("without", WITHOUT)
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_outside_is_out_of_reach(name: str, without: str, tmp_path: Path) -> None:
+    existing, outside = tmp_path / "existing", tmp_path / "outside"
+    existing.write_text("kept")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.0)
+        port = server.getsockname()[1]
+        program = FORBIDDEN[name].format(port=port, outside=str(outside), existing=str(existing), folder=str(tmp_path))
+        outcome = attempt(program, without)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert outcome.status == "failed"
+    assert any(word in outcome.detail for word in ("Permission", "not permitted", "not allowed")), outcome.detail
+    assert existing.read_text() == "kept"
+    assert not outside.exists()
+    assert not (Path(tempfile.gettempdir()) / "escaped").exists()
+
+
+NATIVE = {
+    "fork": "libc.fork()",
+    "socket": "libc.socket(2, 1, 0)",
+    "kill": "libc.kill(os.getppid(), 0)",
+    "limits of the parent": "libc.prlimit(os.getppid(), 7, bytes(16), None)",
+    "limits of its own": "libc.setrlimit(9, struct.pack('QQ', 2**63, 2**63))",
+    "memory of the parent": "libc.ptrace(16, os.getppid(), 0, 0)",
+    "a signal through a file": "libc.fcntl(1, 8, os.getppid())",
+    "a namespace": "libc.unshare(0x10000000)",
+    "a file outside": "libc.open(outside, 0x41, 0o600)",
+    "another user": "libc.setuid(12345)",
+}
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_kernel_refuses_native_code_too(name: str, tmp_path: Path) -> None:
+    program = f"""
+        import ctypes, os, struct
+        libc = ctypes.CDLL(None, use_errno=True)
+        outside = {str(tmp_path / "outside")!r}.encode()
+        result = {NATIVE[name]}
+        print(result, ctypes.get_errno())
+        """
+    outcome = run(program)
+    result, number = outcome.stdout.split()
+    assert result == "-1"
+    assert int(number) in (1, 13)  # EPERM, EACCES
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.usefixtures("kernel")
+def test_files_of_the_user_cannot_be_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    for path in (secret, "/proc/self/environ", "/etc/passwd"):
+        outcome = run(f"print(open({str(path)!r}).read())")
+        assert outcome.detail.startswith("PermissionError"), path
+
+
+@pytest.mark.usefixtures("kernel")
+def test_root_gives_up_its_rights() -> None:
+    program = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"
+    assert run(program).status == "failed"
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_filters_of_calls_jump_only_within_themselves(machine: str) -> None:
+    """Each instruction is 8 bytes; a jump past the end would make the kernel refuse the whole filter."""
+    program = sandbox_child._filter(machine, 1234)
+    assert program is not None
+    count = len(program) // 8
+    assert count < 256
+    for i in range(count):
+        if program[8 * i] & 7 == 5:  # a jump
+            assert i + 1 + max(program[8 * i + 2 : 8 * i + 4]) < count
+    assert program[-8] == 6  # the last one returns
+    assert sandbox_child._filter("riscv64", 1234) is None
+
+
+def test_runs_leave_no_process_and_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = []
+    start = sandbox._start
+
+    def recorded(folder: str) -> tuple[Any, int]:
+        process, report = start(folder)
+        processes.append(process)
+        return process, report
+
+    monkeypatch.setattr(sandbox, "_start", recorded)
+    for program in ("import time; time.sleep(60)", "x = 1"):
+        run(program, limits=Limits(wall_seconds=0.3))
+    for process in processes:
+        assert process.returncode is not None
+        assert all(stream.closed for stream in (process.stdin, process.stdout, process.stderr))
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+
+
+# --- calls and their values ---
+
+VALUES = [
+    None,
+    True,
+    0,
+    -(2**80),
+    1.5,
+    float("inf"),
+    1j,
+    "é\ud800",
+    b"\0a",
+    [],
+    (1, [2, (3,)]),
+    {1, 2},
+    {"a": {1: (2,)}},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_cross_the_border_with_their_types(value: object) -> None:
+    outcome = run_calls("def same(x): return x", "same", [[value]], limits=QUICK)
+    assert outcome.passed
+    returned = outcome.calls[0].value
+    assert returned == value
+    assert type(returned) is type(value)
+
+
+def test_each_call_has_its_own_end() -> None:
+    program = "class Solution:\n    def root(self, x):\n        return x ** 0.5 if x >= 0 else 1 / 0"
+    outcome = run_calls(program, "Solution.root", [[4], [-1], ["a"], [9.0]], limits=QUICK)
+    assert [call.value for call in outcome.calls] == [2.0, None, None, 3.0]
+    assert outcome.calls[1].error == "ZeroDivisionError: division by zero"
+    assert outcome.passed
+
+
+def test_calls_end_with_the_process() -> None:
+    outcome = run_calls(
+        "import os\ndef f(x): return x if x < 2 else os._exit(0)", "f", [[0], [1], [2], [3]], limits=QUICK
+    )
+    assert [call.value for call in outcome.calls] == [0, 1]
+    assert outcome.status == "killed"
+
+
+def test_objects_that_equal_everything_do_not_leave_the_sandbox() -> None:
+    program = "class Any:\n    def __eq__(self, other): return True\ndef f(): return Any()"
+    call = run_calls(program, "f", [[]], limits=QUICK).calls[0]
+    assert call.error == "TypeError: a value of type Any cannot leave the sandbox"
+    nested = run_calls("def f():\n    x = []\n    x.append(x)\n    return x", "f", [[]], limits=QUICK).calls[0]
+    assert nested.error == "ValueError: nested too deep"
+
+
+def test_numbers_of_numpy_and_tuples_with_names_become_plain() -> None:
+    program = """
+        import collections, numpy
+        pair = collections.namedtuple("pair", "a b")
+        def f(): return [numpy.float64(1.5), numpy.arange(2), pair(1, 2), iter([3])]
+        """
+    assert run_calls(textwrap.dedent(program), "f", [[]]).calls[0].value == [1.5, [0, 1], (1, 2), [3]]
+
+
+@pytest.mark.parametrize("value", [[1], ["object", []], ["tuple"], ["int", []], {"a": 1}, ["float", "x"], 1.5])
+def test_what_is_no_encoded_value_is_refused(value: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        sandbox_child.decode(value)
+
+
+# --- the caller's mistakes ---
+
+
+@pytest.mark.parametrize(
+    "limits", [{"cpu_seconds": 0}, {"memory_bytes": -1}, {"wall_seconds": 0.0}, {"cpu_seconds": 1.5}]
+)
+def test_limits_must_be_positive(limits: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)  # type: ignore[arg-type]
+
+
+def test_a_sandbox_that_cannot_start_is_no_verdict_on_the_program() -> None:
+    with pytest.raises(StateError, match="did not start"):
+        run("x = 1", limits=Limits(memory_bytes=1 << 20))
+
+
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.sys, "platform", "win32")
+    with pytest.raises(ConfigError, match="Windows"):
+        run("x = 1")
