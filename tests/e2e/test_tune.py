@@ -214,6 +214,10 @@ def test_an_unproven_setting_is_chosen_only_with_a_word_of_warning() -> None:
     for figure in ("1.0 points", "5.0 points", "2.0 points", "70%", "About 500 prompts"):
         assert figure in doubt
     assert any(PROVEN["arm"] in line for line in lines)
+    assert not any("MEASURED SLOWER" in line for line in lines)
+    timing["over_plain"] = {"median": 0.9}
+    lines = verdict({"recommendation": {**choice, "timing": timing}, "settings": {"items": []}})
+    assert any(line.startswith("MEASURED SLOWER than plain decoding") for line in lines)
 
 
 def test_strict_takes_proven_settings_only() -> None:

@@ -29,6 +29,10 @@ def _records(*entries: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {str(i): entry for i, entry in enumerate(entries)}
 
 
+def _records_from(start: int, correct: list[bool]) -> dict[str, dict[str, Any]]:
+    return {str(start + i): _record(correct=right) for i, right in enumerate(correct)}
+
+
 def _graded(right: int, wrong: int) -> dict[str, dict[str, Any]]:
     return _records(*[_record(correct=True)] * right, *[_record(correct=False)] * wrong)
 
@@ -47,15 +51,22 @@ def test_an_accuracy_that_did_not_move_is_unproven_on_few_prompts_and_within_on_
     assert sure.confidence > 0.99
 
 
-def test_about_as_many_prompts_as_said_are_needed() -> None:
-    """The bound shrinks with the root of n, so the advice is right within a factor of two."""
-    records = _graded(30, 10)
-    (check,) = check_budget(Budget(accuracy_drop=0.03), records, records)
-    assert check.needed is not None
-    enough = _graded(check.needed * 2, 0)
-    assert check_budget(Budget(accuracy_drop=0.03), enough, enough)[0].status == "within"
-    short = _graded(check.needed // 4, 0)
-    assert check_budget(Budget(accuracy_drop=0.03), short, short)[0].status == "unproven"
+@pytest.mark.parametrize(("num_gained", "num_lost"), [(0, 0), (2, 2)])
+def test_as_many_prompts_as_said_are_needed(num_gained: int, num_lost: int) -> None:
+    """If further prompts change as these did. The number is found in steps of 5%."""
+
+    def check(times: int) -> Any:
+        before = _graded(num_lost * times, num_gained * times)
+        after = _graded(0, num_lost * times) | _records_from(num_lost * times, [True] * num_gained * times)
+        same = _records_from(len(before), [True] * 36 * times)
+        return check_budget(Budget(accuracy_drop=0.05), {**after, **same}, {**before, **same})[0]
+
+    first = check(1)
+    assert first.status == "unproven"
+    assert first.needed is not None
+    times = first.needed // first.num_items
+    assert check(times + 1).status == "within"
+    assert check(max(1, times - 2) if num_gained else 1).status == "unproven"
 
 
 def test_a_drop_beyond_the_limit_is_broken_and_little_trusted() -> None:

@@ -89,7 +89,20 @@ def _accuracy(limit: float, records: Records, lossless: Records) -> Check:
     center, half = (paired.low + paired.high) / 2, (paired.high - paired.low) / 2
     deviation = half / stats.norm.ppf(1 - _TAIL)
     confidence = float(stats.norm.cdf((limit + center) / deviation))
-    return _check("accuracy drop", limit, -paired.difference, -paired.low, confidence, len(graded))
+    value, n = 0.0 - paired.difference, len(graded)
+    needed = None
+    if value < limit < -paired.low:
+        needed = n
+        while -_low(paired.gained / n * needed, paired.lost / n * needed, needed) > limit:
+            needed = math.ceil(1.05 * needed) + 1
+    return Check("accuracy drop", limit, value, -paired.low, confidence, n, needed)
+
+
+def _low(gained: float, lost: float, n: int) -> float:
+    """The lower bound of `paired_difference` if n items changed as these did."""
+    p_gained, p_lost = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
+    center = p_gained - p_lost
+    return float(center - stats.norm.ppf(1 - _TAIL) * math.sqrt((p_gained + p_lost - center**2) / (n + 2)))
 
 
 def _lossy(limit: float, records: Records) -> Check:
@@ -100,7 +113,11 @@ def _lossy(limit: float, records: Records) -> Check:
     # where none was seen among n tokens, about three in n could still be there
     worst = max(float(np.quantile(shares, 1 - _TAIL)), 3.0 / float(emitted.sum()))
     confidence = float((shares <= limit).mean()) if lossy.any() else 1 - (1 - min(limit, 1.0)) ** float(emitted.sum())
-    return _check("lossy share", limit, float(lossy.sum() / emitted.sum()), worst, confidence, len(records))
+    value, n = float(lossy.sum() / emitted.sum()), len(records)
+    needed = _needed(n, value, worst, limit)
+    if needed is not None and not lossy.any():
+        needed = math.ceil(n * worst / limit)  # this bound shrinks with n itself
+    return Check("lossy share", limit, value, worst, confidence, n, needed)
 
 
 def _logprob(limit: float, records: Records, lossless: Records) -> Check:
@@ -115,14 +132,13 @@ def _logprob(limit: float, records: Records, lossless: Records) -> Check:
     losses = base_total[draws].sum(1) / base_count[draws].sum(1) - total[draws].sum(1) / count[draws].sum(1)
     value = float(base_total.sum() / base_count.sum() - total.sum() / count.sum())
     worst = max(value, float(np.quantile(losses, 1 - _TAIL)))
-    return _check("log-prob loss", limit, value, worst, float((losses <= limit).mean()), len(items))
+    needed = _needed(len(items), value, worst, limit)
+    return Check("log-prob loss", limit, value, worst, float((losses <= limit).mean()), len(items), needed)
 
 
-def _check(measure: str, limit: float, value: float, worst: float, confidence: float, n: int) -> Check:
-    needed = None
-    if value < limit < worst:  # intervals shrink with the root of n
-        needed = math.ceil(n * ((worst - value) / (limit - value)) ** 2)
-    return Check(measure, limit, value, worst, confidence, n, needed)
+def _needed(n: int, value: float, worst: float, limit: float) -> int | None:
+    """Items that would bring the worst end within the limit: intervals shrink with the root of n."""
+    return math.ceil(n * ((worst - value) / (limit - value)) ** 2) if value < limit < worst else None
 
 
 def _draws(n: int) -> Any:

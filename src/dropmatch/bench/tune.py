@@ -59,6 +59,7 @@ FORMS = {
 }
 _FEWEST_ITEMS = 6
 _FIRST_RUNG = 2  # prompts at least
+_SAME_SPEED = 0.02  # a measured difference within it is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,6 +565,12 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"Confidence that it is faster than lossless decoding at its best length, by predicted speed: "
             f"{choice['faster_than_lossless']:.0%}."
+        )
+    slower = [name for name in ("plain", "lossless") if timing[f"over_{name}"]["median"] < 1.0 - _SAME_SPEED]
+    if slower and choice["rule"] not in slower:
+        lines.append(
+            f"MEASURED SLOWER than {' and '.join(slower)} decoding, against the prediction. Repeat with more "
+            "--cost-items and --cost-tokens before you use it."
         )
     lines.append(
         f"Measured in whole calls at batch 1 on {timing['items']} prompts: "

@@ -91,12 +91,11 @@ def run_heads_analysis(
             _diverge(decoder, items, settings, journal)
     result: dict[str, Any] = {"kind": "analyze-heads", "settings": written}
     texts = {(e["arm"], e["item"]): e for e in journal.entries if "arm" in e and e["arm"] != RULE}
+    names = [TARGET, DRAFT, *(Head(path, rate).name for rate in rates for path in range(decoder.dropout.num_paths))]
+    arms = [name for name in names if (name, items[0].id) in texts]  # a drafter without a model has no row
     if "accuracy" in parts:
-        result["accuracy"] = accuracy_rows(items, texts)
-        result["answers"] = {
-            arm: {item.id: texts[arm, item.id]["text"] for item in items}
-            for arm in dict.fromkeys(arm for arm, _ in texts)
-        }
+        result["accuracy"] = accuracy_rows(items, arms, texts)
+        result["answers"] = {arm: {item.id: texts[arm, item.id]["text"] for item in items} for arm in arms}
     if "votes" in parts:
         result["votes"] = vote_rows([e for e in journal.entries if "votes" in e], decoder.dropout.num_paths)
     if "divergence" in parts:
@@ -150,10 +149,12 @@ def _decode(
                 decode_jobs(decoder, engine, left, settings, journal, meter)
 
 
-def accuracy_rows(items: Sequence[Item], texts: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per method: graded answers with Wilson's interval, and the paired difference to the target."""
-    arms = list(dict.fromkeys(arm for arm, _ in texts))
-    arms.sort(key=lambda arm: (arm != TARGET, arm != DRAFT))  # a stable sort: heads stay in order
+def accuracy_rows(
+    items: Sequence[Item], arms: Sequence[str], texts: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """One row per method: graded answers with Wilson's interval, and the paired difference to the target.
+
+    texts: the journal's entries by method and item."""
     pairs = [(arm, item) for arm in arms for item in items]
     scores = score_all([item for _, item in pairs], [[texts[arm, item.id]["text"]] for arm, item in pairs])
     right: dict[str, list[bool]] = {}
