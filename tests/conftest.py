@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("DROPMATCH_SHARED", str(REPOSITORY.parent / "shared")),
         help="folder of shared test data (default: $DROPMATCH_SHARED, else ../shared beside the repository)",
     )
+    parser.addoption(
+        "--speculators-python",
+        metavar="PYTHON",
+        default=os.environ.get("DROPMATCH_SPECULATORS_PYTHON"),
+        help="interpreter of an environment with the speculators package (default: $DROPMATCH_SPECULATORS_PYTHON)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,6 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def speculators_python(request: pytest.FixtureRequest) -> str:
+    """An interpreter that has the speculators package; skips where none was named."""
+    python = request.config.getoption("--speculators-python")
+    if not python:
+        pytest.skip("needs an interpreter with the speculators package (--speculators-python PYTHON)")
+    return str(python)
 
 
 @pytest.fixture(scope="session")

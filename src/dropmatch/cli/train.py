@@ -54,7 +54,7 @@ def eagle3(
     from dropmatch.training.distill import DistillSettings
     from dropmatch.training.eagle3 import TrainSettings, train_eagle3
     from dropmatch.training.prompts import read_prompts
-    from dropmatch.training.target import load_tapped
+    from dropmatch.training.target import load_tapped, public_name
 
     check_choice("family", family, ("official", "speculators"))
     data = DistillSettings(
@@ -83,7 +83,7 @@ def eagle3(
         chosen,
         output,
         work or output.with_name(output.name + "-work"),
-        target_name=target,
+        target_name=public_name(target),
         data=data,
         settings=settings,
         family=family,  # type: ignore[arg-type]  # checked above

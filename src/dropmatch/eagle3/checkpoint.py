@@ -127,12 +127,13 @@ def save_head(
     folder: Path,
     *,
     family: Family = "official",
-    target_name: str = "",
+    target_name: str | None = None,
     dtype: torch.dtype = torch.float16,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint: config.json, model.safetensors and, of `extra`, training.json. The folder is replaced whole.
 
+    target_name: where others find the target, a hub id or a folder; the speculators package then loads it too.
     Raises ConfigError if the family cannot say what the head is, or if a weight is too large for dtype.
     """
     settings = replace(head.settings, family=family)

@@ -139,7 +139,7 @@ def parse_settings(config: Mapping[str, Any], where: str, *, tap_offset: int | N
     return settings
 
 
-def config_json(settings: HeadSettings, *, target_name: str, dtype: str) -> dict[str, Any]:
+def config_json(settings: HeadSettings, *, target_name: str | None, dtype: str) -> dict[str, Any]:
     """The config.json of settings, in their own family. Raises ConfigError for switches that it cannot express."""
     return _nested(settings, target_name, dtype) if settings.family == "speculators" else _flat(settings, dtype)
 
@@ -171,7 +171,7 @@ def _flat(settings: HeadSettings, dtype: str) -> dict[str, Any]:
     }
 
 
-def _nested(settings: HeadSettings, target_name: str, dtype: str) -> dict[str, Any]:
+def _nested(settings: HeadSettings, target_name: str | None, dtype: str) -> dict[str, Any]:
     taps = None if settings.tap_layers is None else list(settings.tap_layers)
     own_width = settings.target_hidden_size if settings.target_hidden_size != settings.hidden_size else None
     return {
@@ -272,7 +272,7 @@ def _rope(layer: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _taps(config: Mapping[str, Any], where: str, tap_offset: int | None) -> tuple[int, ...] | None:
     """Layers whose input is read. Two conventions exist: top-level ids name inputs, nested ids name outputs."""
-    nested = config.get("eagle_config") or {}
+    nested = {} if config.get("eagle_config") is None else config["eagle_config"]
     if not isinstance(nested, Mapping):
         raise IntegrityError(f"{where}: 'eagle_config' is {nested!r}; an object is needed.")
     if nested.get("use_aux_hidden_state") is False:

@@ -8,7 +8,14 @@ from dropmatch.core.acceptance import as_rule
 from dropmatch.eagle3.settings import default_taps
 from dropmatch.hf.loading import hide_progress_bars, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
+from dropmatch.hf.packages import PACKAGED_MODELS
 from dropmatch.hf.pairs import PAIRS, ensure_pair
+
+
+def public_name(target: str) -> str:
+    """The name under which others find a target: the hub id of a named pair's, else as given."""
+    name = PAIRS[target][0] if target in PAIRS else target
+    return PACKAGED_MODELS[name].hub_id if name in PACKAGED_MODELS else name
 
 
 def load_tapped(target: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
