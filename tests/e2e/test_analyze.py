@@ -215,7 +215,7 @@ def test_votes_count_what_the_heads_say_at_each_position(decoder: Decoder) -> No
 
 
 def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not_stopped(
-    analyze_heads: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    analyze_heads: Command, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     analyze_heads()
     whole = _read(tmp_path / "heads.json")
@@ -238,6 +238,11 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not_stopped(
     assert analyze_heads().code == 130
     other = analyze_heads("--seed", "1")
     assert (other.code, "other settings" in other.err) == (2, True)
+    text = data.read_text(encoding="utf-8")
+    data.write_text(text.replace("train", "boat"), encoding="utf-8")
+    other = analyze_heads()  # other prompts under the same ids
+    data.write_text(text, encoding="utf-8")
+    assert (other.code, "prompts: " in other.err) == (2, True)
     assert analyze_heads().code == 0
     resumed = _read(tmp_path / "heads.json")
     for part in ("accuracy", "answers"):

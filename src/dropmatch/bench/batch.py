@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 
 from dropmatch.api import Decoder
+from dropmatch.bench.analyses.decoding import fingerprint
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
@@ -80,6 +81,7 @@ def run_batch(
         "dtype": str(decoder.target.dtype),
         "seed": seed,
         "items": [item.id for item in items],
+        "prompts": fingerprint(items),
     }
     prompts = [decoder.encode(item.prompt) for item in items]
     params = SamplingParams(max_new_tokens=max_new_tokens, eos_ids=(), seed=seed)

@@ -27,6 +27,7 @@ from dropmatch.bench.analyses.decoding import (
     decode_jobs,
     draft_engine,
     encode,
+    fingerprint,
     target_engine,
 )
 from dropmatch.bench.analyses.show import console
@@ -82,6 +83,7 @@ def run_heads_analysis(
         "dtype": str(decoder.target.dtype),
         **asdict(settings),
         "items": [item.id for item in items],
+        "prompts": fingerprint(items),
     }
     with Journal(output, written, restart=restart) as journal:
         _decode(decoder, items, rates if "accuracy" in parts else (), parts, settings, journal)

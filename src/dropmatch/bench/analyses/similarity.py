@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dropmatch.api import Decoder
-from dropmatch.bench.analyses.decoding import TARGET, DecodingSettings, Job, decode_jobs, target_engine
+from dropmatch.bench.analyses.decoding import TARGET, DecodingSettings, Job, decode_jobs, fingerprint, target_engine
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.analyses.single_head import Head
 from dropmatch.bench.journal import Journal
@@ -50,6 +50,7 @@ def run_similarity(
         "dtype": str(decoder.target.dtype),
         **asdict(settings),
         "items": [item.id for item in items],
+        "prompts": fingerprint(items),
     }
     with Journal(output, written, restart=restart) as journal:
         _decode(decoder, items, [Head(path, rate) for rate in rates for path in range(K)], settings, journal)
