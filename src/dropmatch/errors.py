@@ -9,7 +9,8 @@
     ├── TokenizerMismatchError               draft and target do not read the same tokens
     ├── ModelNotFoundError                   weights that cannot be found or fetched
     ├── IntegrityError                       a file that is not what it should be (hash, size, format)
-    └── DataError (ValueError)               a user's file that cannot be read; names file and line
+    ├── DataError (ValueError)               a user's file that cannot be read; names file and line
+    └── EndpointError                        a service over HTTP that refuses, or does not answer
 
 Every message says what was given, what is allowed and what to do. Imports nothing of dropmatch.
 """
@@ -64,3 +65,7 @@ class IntegrityError(DropMatchError):
 
 class DataError(DropMatchError, ValueError):
     """A user's file that cannot be read."""
+
+
+class EndpointError(DropMatchError):
+    """A service over HTTP that refuses, or does not answer."""

@@ -466,5 +466,5 @@ def test_help_is_quick_and_names_all_commands() -> None:
         if times[-1] < HELP_SECONDS:
             break
     assert min(times) < HELP_SECONDS
-    for name in ("generate", "demo", "selfcheck", "fetch", "bench"):
+    for name in ("generate", "demo", "selfcheck", "fetch", "bench", "lm-eval", "llm-judge"):
         assert name in done.stdout

@@ -15,6 +15,7 @@ from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
 from dropmatch.cli.fetch import fetch
 from dropmatch.cli.generate import generate
+from dropmatch.cli.llm_judge import llm_judge
 from dropmatch.cli.lm_eval import PASS_ALL, lm_eval, lm_eval_tasks
 from dropmatch.cli.selfcheck import selfcheck
 from dropmatch.cli.train import train_app
@@ -31,6 +32,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(compare)
 app.command()(tune)
+app.command()(llm_judge)
 app.command()(selfcheck)
 app.command()(fetch)
 app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
