@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,25 @@ def test_whole_tasks_give_what_the_harness_own_model_gives(harness: Harness, tmp
     assert ours[2]["choices"]["acc,none"] == scores["choices"]["acc,none"]
 
 
+def test_answers_in_the_harness_cache_are_not_generated_again(harness: Harness, tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "tasks")
+    results, rounds = [], []
+    for _ in range(2):
+        model = harness.model(batch=2)
+        done = simple_evaluate(
+            model=model,
+            tasks=["words", "choices"],
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            use_cache=str(tmp_path / "cache"),
+            bootstrap_iters=0,
+        )
+        assert done is not None
+        results.append({task: [s["filtered_resps"] for s in rows] for task, rows in done["samples"].items()})
+        rounds.append(model.stats.requests.rounds)
+    assert results[0] == results[1]
+    assert rounds[0] > rounds[1] == 0
+
+
 def test_the_command_line_of_the_harness_runs_the_model(harness: Harness, tmp_path: Path) -> None:
     folder = write_task(tmp_path / "tasks")
     arguments = f"target={harness.pair.target},draft={harness.pair.draft},rule=dropmatch,p_drop=0.1,dtype=float32,k=3"
@@ -371,6 +391,8 @@ def test_a_wrong_model_argument_is_one_line_on_the_command_line(
     task = write_task(tmp_path / "tasks") / "words.yaml"
     words = ["run", "--model", "dropmatch", "--model_args", "drafts=ngram", "--tasks", str(task)]
     monkeypatch.setattr(sys, "argv", ["dropmatch", "lm-eval", *words])
+    # reading the thousands of tasks that lm-eval brings takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     with pytest.raises(SystemExit, match="2"):
         dropmatch.cli.main()
     assert "error: Unknown model argument 'drafts'" in capsys.readouterr().err
