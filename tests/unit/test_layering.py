@@ -30,7 +30,8 @@ ALLOWED = {
     "bench": {"bench", "judge", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "training": {"training", "judge", "bench", "api", *LIBRARY},
-    "cli": {"cli", "training", "judge", "integrations", "bench", "api", *LIBRARY},
+    "report": {"report", "bench", *LIBRARY},
+    "cli": {"cli", "report", "training", "judge", "integrations", "bench", "api", *LIBRARY},
 }
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
 TORCH_ONLY = {"ops", "core", "drafters"}  # of what is not in the standard library

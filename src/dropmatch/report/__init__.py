@@ -1,0 +1,1 @@
+"""Results files as tables and pictures. Reads JSON only."""
