@@ -108,7 +108,7 @@ def run_autojudge(
         arms = arms_of(settings, part.head, decoder.dropout)
         own = {**described, "judge": f"{part.head.name} ({part.head.digest})", "window": settings.window}
         path = output / f"{part.name}.json"
-        finished = None if restart else _finished(path, part, arms, compare, own)
+        finished = None if restart else _finished(path, part, arms, decoder, compare, own)
         results[part.name] = finished or run_compare(
             decoder, part.items, arms, compare, described=own, data=[part.data], output=path, restart=restart
         )
@@ -123,6 +123,7 @@ def run_autojudge(
             "p_drops": list(settings.p_drops),
             "base_lengths": list(settings.base_lengths),
             "k": decoder.dropout.num_paths,
+            "heads": decoder.dropout.heads,
             "dtype": str(decoder.target.dtype),
             "seed": compare.seed,
             "max_new_tokens": compare.max_new_tokens,
@@ -141,7 +142,12 @@ def run_autojudge(
 
 
 def _finished(
-    path: Path, part: Part, arms: Sequence[ArmSpec], compare: CompareSettings, described: Mapping[str, Any]
+    path: Path,
+    part: Part,
+    arms: Sequence[ArmSpec],
+    decoder: Decoder,
+    compare: CompareSettings,
+    described: Mapping[str, Any],
 ) -> dict[str, Any] | None:
     """The part's file, where it holds exactly what is asked for."""
     if not path.exists():
@@ -149,6 +155,10 @@ def _finished(
     result = read_compare(path)
     wanted = {
         **described,
+        "k": decoder.dropout.num_paths,
+        "p_drop": decoder.dropout.p_drop,
+        "heads": decoder.dropout.heads,
+        "dtype": str(decoder.target.dtype),
         "items": [item.id for item in part.items],
         "max_new_tokens": compare.max_new_tokens,
         "temperature": compare.temperature,
