@@ -103,10 +103,10 @@ def _judge(v: Verification, ask: Tensor, reason: Reason, is_kept: Callable[[Tens
     codes = torch.zeros_like(ask, dtype=torch.int8)
     if v.head.p_drop == 0.0 and reason is not Reason.EXPECTED_JS:
         return (ask & v.is_exact).to(torch.int8) * int(reason)
-    rows, nodes = ask.nonzero(as_tuple=True)
+    rows, nodes = v.places(ask)
     for start in range(0, len(rows), _BLOCK):
         b, n = rows[start : start + _BLOCK], nodes[start : start + _BLOCK]
-        codes[b, n] = is_kept(b, n).to(torch.int8) * int(reason)
+        codes[b, n] = (is_kept(b, n) & ask[b, n]).to(torch.int8) * int(reason)
     return codes
 
 
@@ -150,13 +150,12 @@ def head_chance(v: Verification, b: Tensor, n: Tensor) -> Tensor:
 
 def _is_bare(v: Verification, b: Tensor) -> Tensor:
     """Rows [M] whose tokens are the argmax of the head's own logits: greedy and without processors."""
-    processed = torch.tensor([row.needs_processing for row in v.sampling.rows], device=b.device)
-    return ~(v.sampling.is_sampled | processed)[b]
+    return v.sampling.is_bare[b]
 
 
 def _shared_noise(v: Verification, b: Tensor, node: Tensor) -> Tensor | None:
     """The Gumbel noise [M, V] of the nodes, zero in greedy rows."""
-    if not bool(v.sampling.is_sampled[b].any()):
+    if not v.sampling.any_sampled or not bool(v.sampling.is_sampled[b].any()):
         return None
     if v.head.config.noise != "shared":
         raise ConfigError(
