@@ -259,12 +259,7 @@ def load(
         drafter = RandomDrafter(target_model.device, target_model.vocab_size)
     else:
         own_draft = load_model(draft, dtype=dtype, device=device, device_map=device_map)
-        if draft_weights == "int4":
-            HFModel(own_draft)  # the probe compares a forward over few tokens with one over many: exact weights only
-            quantize_int4(own_draft)
-        elif pack_weights:
-            pack_linears(own_draft)
-        draft_model = HFModel(own_draft, probe=draft_weights == "own")
+        draft_model = _wrapped_draft(own_draft, draft_weights, pack_weights)
         drafter = DraftModelDrafter(draft_model, target_model.vocab_size, min_confidence=min_confidence)
         positions.append(draft_model.max_positions)
     return Decoder(
@@ -295,6 +290,33 @@ def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:
             "list of token ids; several prompts go to run."
         )
     return items
+
+
+def load_draft_model(draft: str, decoder: Decoder, *, dtype: str = "auto", device: str = "auto") -> Decoder:
+    """The same target with a draft model in its drafter's place. draft: as for `load`.
+
+    Raises ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError."""
+    check_tokenizers(decoder.tokenizer, load_tokenizer(draft))
+    model = _wrapped_draft(load_model(draft, dtype=dtype, device=device), "own", pack_weights=True)
+    limits = [limit for limit in (decoder.config.max_length, model.max_positions) if limit is not None]
+    return Decoder(
+        decoder.target,
+        decoder.tokenizer,
+        DraftModelDrafter(model, decoder.target.vocab_size),
+        rule=decoder.rule,
+        dropout=decoder.dropout,
+        config=replace(decoder.config, max_length=min(limits, default=None)),
+    )
+
+
+def _wrapped_draft(model: Any, draft_weights: DraftWeights, pack_weights: bool) -> HFModel:
+    """A draft model with its weights as asked for."""
+    if draft_weights == "int4":
+        HFModel(model)  # the probe compares a forward over few tokens with one over many: exact weights only
+        quantize_int4(model)
+    elif pack_weights:
+        pack_linears(model)
+    return HFModel(model, probe=draft_weights == "own")
 
 
 def _wrapped(model: Any, head: Path | None, tap_offset: int | None) -> HFModel:

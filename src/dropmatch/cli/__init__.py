@@ -11,6 +11,7 @@ from dropmatch.cli.analyze import analyze_app
 from dropmatch.cli.autojudge import autojudge
 from dropmatch.cli.batch import batch
 from dropmatch.cli.bench import bench_app
+from dropmatch.cli.bench_eagle3 import bench_eagle3
 from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
 from dropmatch.cli.fetch import fetch
@@ -39,6 +40,7 @@ app.command("lm-eval", context_settings=PASS_ALL)(lm_eval)
 app.command("lm-eval-tasks")(lm_eval_tasks)
 bench_app.command()(batch)
 bench_app.command()(autojudge)
+bench_app.command("eagle3")(bench_eagle3)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 app.add_typer(analyze_app, name="analyze")

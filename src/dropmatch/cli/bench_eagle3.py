@@ -1,0 +1,97 @@
+"""dropmatch bench eagle3: an EAGLE-3 head with and without DropMatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dropmatch.cli import options as o
+from dropmatch.cli.analyze import Data, Output, Restart, Start, describe, load_prompts, stoppable
+from dropmatch.cli.bench import check_writable, parse_lengths
+
+
+def bench_eagle3(
+    data: Data,
+    other_data: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompts unlike those the head was trained on, likewise. Left out: twelve in Korean."),
+    ] = None,
+    output: Output = Path("results/bench_eagle3.json"),
+    target: o.Target = "small",
+    draft: Annotated[str, typer.Option(help="The head: a folder, a hub id, or eagle3 for the pair's own.")] = "eagle3",
+    draft_model: Annotated[str | None, typer.Option(help="A draft model to set beside it.")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")] = 20,
+    start: Start = 0,
+    lengths: Annotated[
+        str, typer.Option(help="Levels of the trees, between commas: the paper's L plus one.")
+    ] = "6,8,10",
+    rule: Annotated[str, typer.Option(help="Acceptance rule with the head.")] = "dropmatch-naive",
+    other_rule: Annotated[str, typer.Option(help="Acceptance rule with the other drafters.")] = "dropmatch",
+    tree_tokens: o.TreeTokens = None,
+    tree_top_k: o.TreeTopK = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens a turn.")] = 192,
+    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together while quality is measured.")] = 8,
+    speed_items: Annotated[int, typer.Option(min=0, help="Prompts to time at batch 1 (0: no timing).")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Timings of each prompt.")] = 1,
+    speed_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a timed answer.")] = 128,
+    k: o.NumPaths = 5,
+    p_drop: o.PDrop = None,
+    seed: o.Seed = 0,
+    restart: Restart = False,
+    dtype: o.DType = "auto",
+    device: o.Device = "auto",
+) -> None:
+    """An EAGLE-3 head with and without DropMatch at several depths, and away from its training text.
+
+    A run that is stopped goes on where it was when the same command is given again."""
+    from dropmatch.bench.compare import CompareSettings
+    from dropmatch.bench.eagle3 import Eagle3Bench, korean_items, print_eagle3, run_eagle3
+
+    levels = parse_lengths(lengths)
+    Eagle3Bench(levels, rule, other_rule).check()
+    check_writable(output)
+    items = load_prompts(data, num, start)
+    others = load_prompts(other_data, num, start) if other_data else korean_items(max_new_tokens)
+    decoder = o.load_decoder(
+        target,
+        draft,
+        rule=rule,
+        k=k,
+        p_drop=p_drop,
+        guard_prob=0.0,
+        guard_ratio=0.0,
+        draft_length=levels[0],
+        dtype=dtype,
+        device=device,
+        tree_tokens=tree_tokens,
+        tree_top_k=tree_top_k,
+    )
+    model = None
+    if draft_model is not None:
+        from dropmatch.api import load_draft_model
+
+        model = load_draft_model(draft_model, decoder, dtype=dtype, device=device)
+    with stoppable(output):
+        result = run_eagle3(
+            decoder,
+            items,
+            others,
+            Eagle3Bench(levels, rule, other_rule, model),
+            CompareSettings(
+                max_new_tokens=max_new_tokens,
+                batch=batch,
+                seed=seed,
+                speed_items=speed_items,
+                repeats=repeats,
+                speed_tokens=speed_tokens,
+                strips=2,
+            ),
+            described=describe(target, draft, data, draft_model=draft_model),
+            data=[*data, *(other_data or ["korean"])],
+            output=output,
+            restart=restart,
+        )
+    print_eagle3(result)
+    typer.secho(f"Written to {output}.", err=True)
