@@ -28,6 +28,7 @@ ALLOWED = {
     "eagle3": {"eagle3", "hf", "core", "ops", "errors", "config"},
     "api": {"eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "bench": {"bench", "judge", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "vllm": {"vllm", "core", "ops", "errors", "config"},
     "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "training": {"training", "judge", "bench", "api", *LIBRARY},
     "report": {"report", "bench", *LIBRARY},
@@ -93,6 +94,20 @@ def test_only_hf_imports_transformers(path: Path) -> None:
     roots = {module.split(".")[0] for module in _imports_of(path)}
     if _part(_name(path)) != "hf":
         assert "transformers" not in roots
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_only_the_plugin_and_its_benchmark_import_vllm(path: Path) -> None:
+    roots = {module.split(".")[0] for module in _imports_of(path)}
+    if _part(_name(path)) != "vllm" and _name(path) != "dropmatch.bench.vllm":
+        assert "vllm" not in roots
+
+
+@pytest.mark.parametrize("name", ["__init__", "install", "settings"])
+def test_an_idle_plugin_imports_nothing_of_vllm_by_itself(name: str) -> None:
+    """What vLLM loads in each of its processes must not load more of vLLM than the process already has."""
+    path = ROOT / "vllm" / f"{name}.py"
+    assert not any(module.startswith("vllm") for module in _imports_of(path, top_level_only=True))
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if _part(_name(path)) in TORCH_ONLY], ids=_name)

@@ -27,6 +27,20 @@ P_DROP_GRID = (0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.015, 0.01, 0
 TARGET_RADIUS = 0.03
 """Nats. The paper's mean JS(centroid, heads) among tokens kept by Eq. 6 is 0.0313 (Table 3)."""
 
+PROBE_TEXT = """\
+The harbour was quiet when the last boat came in. Two men carried the nets ashore, counted the baskets, and wrote the \
+numbers on a slate: fourteen of herring, three of cod. If each basket holds 25 kilograms, the catch weighs 425 \
+kilograms in all, and at 2 euros a kilogram it is worth 850 euros.
+
+def area(width, height):
+    # the area of a rectangle
+    return width * height
+
+Question: Why is the sky blue? Answer: Sunlight holds all colours, and the air scatters short waves, which we see as \
+blue, more strongly than long ones.
+"""
+"""Prose, arithmetic, code and a question, so that no single kind of text sets the radius."""
+
 _SATURATED = LN2 / 2
 _WATCHED = 32
 _BLOCK = 64  # positions whose closed form is computed at once

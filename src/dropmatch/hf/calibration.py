@@ -9,22 +9,9 @@ from torch import Tensor
 
 from dropmatch.config import DropoutConfig
 from dropmatch.core.acceptance import AcceptanceRule, is_closed_form
+from dropmatch.core.calibrate import PROBE_TEXT as PROBE_TEXT
 from dropmatch.core.calibrate import PDropChoice, choose_p_drop
 from dropmatch.hf.model import HFModel
-
-PROBE_TEXT = """\
-The harbour was quiet when the last boat came in. Two men carried the nets ashore, counted the baskets, and wrote the \
-numbers on a slate: fourteen of herring, three of cod. If each basket holds 25 kilograms, the catch weighs 425 \
-kilograms in all, and at 2 euros a kilogram it is worth 850 euros.
-
-def area(width, height):
-    # the area of a rectangle
-    return width * height
-
-Question: Why is the sky blue? Answer: Sunlight holds all colours, and the air scatters short waves, which we see as \
-blue, more strongly than long ones.
-"""
-"""Prose, arithmetic, code and a question, so that no single kind of text sets the radius."""
 
 
 def settle_p_drop(
