@@ -54,7 +54,8 @@ def code_blocks(answer: str) -> list[str]:
                 lines = None
         elif lines is not None:
             lines.append((line[indent:] if not line[:indent].strip() else line) + "\n")
-    return [*blocks, "".join(lines)] if lines else blocks
+    rest = "".join(lines or [])
+    return [*blocks, rest] if rest.strip() else blocks
 
 
 def defines(code: str, name: str) -> bool:
@@ -63,8 +64,11 @@ def defines(code: str, name: str) -> bool:
 
 
 def completed_program(prompt: str, code: str, entry_point: str) -> str:
-    """The prompt, then the whole function that replaces its stub; or the prompt continued by a function body."""
-    return f"{prompt}\n{code}" if defines(code, entry_point) else prompt + code
+    """The prompt up to its unfinished function and then the whole one, or the prompt and the body that it lacks."""
+    if not defines(code, entry_point):
+        return prompt + code
+    unfinished = re.search(rf"^(?:async\s+)?def\s+{re.escape(entry_point)}\b", prompt, re.MULTILINE)
+    return f"{prompt[: unfinished.start()] if unfinished else prompt}\n{code}"
 
 
 def score_completion(item: Item, answers: Sequence[str]) -> Score:

@@ -37,13 +37,13 @@ def load_items(source: str | Path, count: int | None = None, *, start: int = 0, 
     places: dict[str, str] = {}
     files = find_files(source)
     for where, record in (pair for path in files for pair in _records(path)):
-        if count is not None and len(items) == start + count:
-            break
         item = _item(record, where, len(items), task)
         if item.id in places:
             raise DataError(f"{where}: the id {item.id!r} is taken already ({places[item.id]}).")
         places[item.id] = where
         items.append(item)
+        if count is not None and len(items) == start + count:
+            break
     if not items:
         raise DataError(f"{files[0]} has no items. It should hold one JSON object a line.")
     wanted = start + (1 if count is None else count)
@@ -124,6 +124,8 @@ def _item(given: object, where: str, number: int, asked_task: str | None) -> Ite
     _check_turns(record, where)
     for key, kind in task.fields.items():
         _require(record, key, kind, where)
+    if record.get("tests") == []:
+        raise DataError(f"{where}: the field 'tests' is empty, and any code would pass.")
     try:
         turns = task.word(record)
     except TypeError as error:  # a list of something else than strings
