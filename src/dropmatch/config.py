@@ -20,6 +20,8 @@ MaskSharing = Literal["position", "round", "fixed"]
 Noise = Literal["shared", "independent"]
 Heads = Literal["full", "shortlist"]
 Correction = Literal["plain", "centroid", "head1", "mode"]
+PathPolicy = Literal["longest", "greedy-votes"]
+TieBreak = Literal["plain", "first"]
 PDrop = float | Literal["auto", "auto-expected"]
 
 LogitsProcessor = Callable[..., Any]
@@ -175,6 +177,10 @@ class EngineConfig:
     the dropout heads: the undropped target ("plain"), their "centroid", the first of them ("head1") or their "mode"; a
     drafted token that was refused does not come back. protect_eos: a drafted EOS is kept only if the
     target's own argmax agrees.
+    path_policy: which kept path of a draft tree is taken: the "longest", or the one that takes the best kept child at
+    every node ("greedy-votes": shorter, nearer to the target). tie_break: between paths of equal length, "plain"
+    prefers the target's own token, then more votes, then the more probable one, from the root down; "first" takes the
+    path that was drafted first, as a small change to the official EAGLE code would.
     max_length: most tokens of a row, prompt included (None: the model's limit).
     """
 
@@ -183,11 +189,15 @@ class EngineConfig:
     seed: int = 0
     correction: Correction = "plain"
     protect_eos: bool = False
+    path_policy: PathPolicy = "longest"
+    tie_break: TieBreak = "plain"
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("draft_length", self.draft_length, 0)
         _check_count("max_batch", self.max_batch, 1)
+        check_choice("path_policy", self.path_policy, ("longest", "greedy-votes"))
+        check_choice("tie_break", self.tie_break, ("plain", "first"))
         check_choice("correction", self.correction, ("plain", "centroid", "head1", "mode"))
         _check_seed(self.seed)
         if self.max_length is not None:

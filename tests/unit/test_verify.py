@@ -265,3 +265,39 @@ def test_each_row_gets_the_next_token_of_its_own_rule() -> None:
     verdict = decide(v, torch.zeros(3, 2, dtype=torch.int8), rules)
     assert int(verdict.next_token[0]) != 0  # the refused point mass has nothing left in the residual
     assert torch.equal(verdict.next_token[1:], v.plain_token[1:, 0])
+
+
+def test_equal_votes_go_to_the_heads_centroid_under_rules_that_ask_the_heads() -> None:
+    """Where centroid and target order two siblings differently, each rule's own order holds."""
+    rule, found = make_rule("head"), 0
+    for first in range(200):
+        row = make_row([first % V, first // V, 2], SamplingParams(seed=first))
+        order = TARGET.head(TARGET.state(row.ids)).argsort(descending=True).tolist()
+        tree = DraftTree.tree(
+            torch.tensor([[2, order[1], order[2]]]), torch.tensor([[-1, 0, 0]]), None, torch.zeros(1, 3, V)
+        )
+        v = verify(TARGET, [row], tree, DropoutConfig(p_drop=0.5))
+        heads = v.ensemble(tree.depth > 0)
+        if heads.votes[0, 1] != heads.votes[0, 2] or heads.centroid_prob[0, 1] >= heads.centroid_prob[0, 2]:
+            continue
+        found += 1
+        codes = torch.tensor([[0, 5, 5]], dtype=torch.int8)
+        assert decide(v, codes, [rule]).path.tolist() == [[0, 2]]
+        assert decide(v, codes, [TargetMatch()]).path.tolist() == [[0, 1]]  # its rows know nothing of the heads
+    assert found > 3
+
+
+def test_the_first_drafted_of_the_longest_paths_and_the_greedy_walk_can_be_asked_for() -> None:
+    row = make_row([1, 4])
+    best = int(TARGET.head(TARGET.state([1, 4])).argmax())
+    others = [t for t in range(V) if t != best]
+    #    root -> 1 -> 3, root -> 2 (the target's own), root -> 4 -> 5
+    tokens = torch.tensor([[4, others[0], best, others[1], others[2], others[3]]])
+    tree = DraftTree.tree(tokens, torch.tensor([[-1, 0, 0, 1, 0, 4]]))
+    v, rules = verify(TARGET, [row], tree), [TargetMatch()]
+    codes = torch.tensor([[0, 3, 3, 3, 3, 3]], dtype=torch.int8)
+    assert decide(v, codes, rules, tie_break="first").path.tolist() == [[0, 1, 3]]
+    assert decide(v, codes, rules, path_policy="greedy-votes").path.tolist() == [[0, 2]]
+    prob = v.target_logits[0, 0].softmax(-1)
+    expected = [0, 1, 3] if prob[others[0]] >= prob[others[2]] else [0, 4, 5]
+    assert decide(v, codes, rules).path.tolist() == [expected]

@@ -223,7 +223,14 @@ class SpeculativeEngine:
         codes = judge(v, rules)
         if self.config.protect_eos:
             codes = self._without_lossy_eos(v, codes)
-        verdict = decide(v, codes, rules, self.config.correction)
+        verdict = decide(
+            v,
+            codes,
+            rules,
+            self.config.correction,
+            path_policy=self.config.path_policy,
+            tie_break=self.config.tie_break,
+        )
         if self.observer is not None:
             self.observer(Round([row.request for row in rows], [row.num_generated for row in rows], v, verdict))
         times.head_rows = self.head.rows_asked

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dropmatch.core.acceptance import AcceptanceRule
+from dropmatch.config import PathPolicy, TieBreak
+from dropmatch.core.acceptance import AcceptanceRule, Need
 from dropmatch.core.interfaces import Verdict
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import Verification
@@ -28,14 +29,29 @@ def judge(v: Verification, rules: Sequence[AcceptanceRule]) -> Tensor:
     return codes
 
 
-def decide(v: Verification, codes: Tensor, rules: Sequence[AcceptanceRule], correction: str = "plain") -> Verdict:
-    """The longest kept path of each row and the token that follows it.
+def decide(
+    v: Verification,
+    codes: Tensor,
+    rules: Sequence[AcceptanceRule],
+    correction: str = "plain",
+    *,
+    path_policy: PathPolicy = "longest",
+    tie_break: TieBreak = "plain",
+) -> Verdict:
+    """The kept path of each row and the token that follows it.
 
-    codes: [B, N] from `judge`. Ties between paths of equal length go, from the root down, to the target's own token,
-    then to more head votes, then to the larger target probability, then to the lower node index.
+    codes: [B, N] from `judge`; path_policy and tie_break: see `EngineConfig`. Ties between paths of equal length go,
+    from the root down, to the target's own token, then to more head votes, then to the larger probability (the heads'
+    centroid's under rules that ask the heads, else the target's), then to the lower node index.
     """
     alive = alive_nodes(codes > 0, v.tree.ancestors) & v.tree.valid
-    node = alive.sum(-1) - 1 if v.tree.is_chain else _deepest(v, alive)
+    if v.tree.is_chain:
+        node = alive.sum(-1) - 1
+    elif path_policy == "longest" and tie_break == "first":
+        depth = torch.where(alive, v.tree.depth, -1)
+        node = (depth == depth.amax(-1, keepdim=True)).int().argmax(-1)
+    else:
+        node = _walk(v, alive, rules, to_the_deepest=path_policy == "longest")
     path = path_to(node, v.tree.ancestors)
     row = torch.arange(len(node), device=node.device)
     return Verdict(
@@ -65,23 +81,38 @@ def _next_token(v: Verification, node: Tensor, rules: Sequence[AcceptanceRule], 
     return torch.where(is_lossy & children.any(-1) & ~is_refused, other, token)
 
 
-def _deepest(v: Verification, alive: Tensor) -> Tensor:
-    """The alive node of greatest depth, ties as `decide` says. alive: [B, N]. Returns [B]."""
+def _walk(v: Verification, alive: Tensor, rules: Sequence[AcceptanceRule], *, to_the_deepest: bool) -> Tensor:
+    """The end of the path that takes the best alive child at every node, as `decide` says. alive: [B, N]. Returns [B].
+
+    to_the_deepest: only children that lead to an alive node of greatest depth."""
     B = len(alive)
     depth = v.tree.depth
     reach = torch.where(v.tree.ancestors, torch.where(alive, depth, -1)[:, :, None], -1).amax(1)  # [B, N] per subtree
     prob, _ = v.target_probs(alive & (depth > 0))
     votes = v.seen.votes if v.seen is not None else torch.zeros_like(depth)
-    row = torch.arange(B, device=alive.device)
+    asks_heads = torch.tensor([Need.HEADS in rule.needs for rule in rules], device=alive.device)
     node = torch.zeros(B, dtype=torch.int64, device=alive.device)
-    goal = reach[row, node]
+    goal = reach[:, 0]
     for _ in range(int(goal.max())):
-        candidate = alive & (v.tree.parents == node[:, None]) & (reach == goal[:, None])
-        for key in (v.is_exact.float(), votes.float(), prob):
-            score = key.masked_fill(~candidate, -1.0)
-            candidate &= score == score.amax(-1, keepdim=True)
+        candidate = alive & (v.tree.parents == node[:, None])
+        if to_the_deepest:
+            candidate &= reach == goal[:, None]
+        for key in (v.is_exact.float(), votes.float()):
+            candidate &= _is_best(key, candidate)
+        is_tied = asks_heads & (candidate.sum(-1) > 1)
+        if bool(is_tied.any()):  # the centroid costs K rows of the LM head, so only ties pay for it
+            centroid = v.correction_logits(node, "centroid").softmax(-1).gather(-1, v.tree.tokens)  # [B, N]
+            candidate &= _is_best(torch.where(is_tied[:, None], centroid, prob), candidate)
+        else:
+            candidate &= _is_best(prob, candidate)
         node = torch.where(candidate.any(-1), candidate.int().argmax(-1), node)
     return node
+
+
+def _is_best(key: Tensor, candidate: Tensor) -> Tensor:
+    """[B, N], whether a candidate has the largest key of its row."""
+    score = key.masked_fill(~candidate, -1.0)
+    return score == score.amax(-1, keepdim=True)
 
 
 def emitted_reasons(verdict: Verdict, has_child: Tensor) -> Tensor:
