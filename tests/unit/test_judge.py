@@ -12,6 +12,8 @@ import torch
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import AnyOf, JSDivergence, Judge, MajorityMatch, RuleOptions, TargetMatch, make_rule
 from dropmatch.core.engine import SpeculativeEngine
+from dropmatch.core.flat import FlatJudge
+from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.judge import JudgeHead, judge_features
 from dropmatch.core.needs import Need
@@ -203,7 +205,7 @@ def test_draft_states_cost_nothing_where_no_rule_reads_them() -> None:
 
 def test_a_judge_on_both_states_equals_scoring_by_hand() -> None:
     head = judge_head(2 * D, draft_size=D, seed=3)
-    assert make_rule("judge", RuleOptions(judge=head)).needs == {Need.DRAFT_HIDDEN}
+    assert make_rule("judge", RuleOptions(judge=head)).needs == {Need.TARGET_HIDDEN, Need.DRAFT_HIDDEN}
     (result,) = _decode(Judge(head, 0.5), [PROMPTS[2]], window=5, count=60)
     target, draft = _target(), _drafter().model
     judged = [i for i, reason in enumerate(result.reasons) if reason is Reason.JUDGE]
@@ -230,6 +232,13 @@ def test_a_judge_on_draft_states_refuses_a_drafter_without_any() -> None:
 def test_a_judge_of_another_pair_is_refused_by_size(head: JudgeHead, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         _decode(Judge(head, 0.5), PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["judge", "dropmatch+judge"])
+def test_flat_rows_which_lack_those_states_refuse_the_judge(name: str) -> None:
+    rule = make_rule(name, RuleOptions(judge=judge_head(D), guard_prob=0.1))
+    with pytest.raises(ConfigError, match=r"hidden states behind the drafted tokens.*own engine"):
+        FlatJudge(rule, MCDropoutHead(_target().head, GENTLE), memory_bytes=1 << 20, ask="all")
 
 
 # --- what it keeps ---

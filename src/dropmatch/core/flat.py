@@ -24,6 +24,7 @@ from dropmatch.core.acceptance import AcceptanceRule, Need
 from dropmatch.core.head import MCDropoutHead, point_mass_divergence
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import NodeEnsemble
+from dropmatch.errors import ConfigError
 from dropmatch.ops.divergence import log_probs
 
 Ask = Literal["all", "open"]
@@ -89,9 +90,15 @@ class FlatJudge:
     """One rule with one set of dropout heads over flat rows.
 
     memory_bytes: cap on temporary memory; rows are judged in blocks that stay below it (one row at least).
+    Raises ConfigError for rules that read states behind the drafted tokens: a flat row holds the one before.
     """
 
     def __init__(self, rule: AcceptanceRule, head: MCDropoutHead, *, memory_bytes: int, ask: Ask) -> None:
+        if rule.needs & {Need.TARGET_HIDDEN, Need.DRAFT_HIDDEN}:
+            raise ConfigError(
+                "Rule 'judge' reads hidden states behind the drafted tokens, which serving engines do not hand over. "
+                "Use it with dropmatch's own engine, or another rule such as 'dropmatch'."
+            )
         self.rule = rule
         self.head = head
         self.ask: Ask = ask

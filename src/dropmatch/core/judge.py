@@ -146,7 +146,9 @@ class Judge:
 
     @property
     def needs(self) -> frozenset[Need]:
-        needs = {Need.DRAFT_HIDDEN} if self.head.features == "DD-DT" else set()
+        needs = {Need.TARGET_HIDDEN}
+        if self.head.features == "DD-DT":
+            needs.add(Need.DRAFT_HIDDEN)
         return frozenset(needs | {Need.HEADS} if self.veto else needs)
 
     @property

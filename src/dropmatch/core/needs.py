@@ -6,9 +6,12 @@ from enum import Enum
 
 
 class Need(Enum):
-    """Evidence that a rule asks for, known before the first step. DRAFT_HIDDEN: the draft model's own hidden states."""
+    """Evidence that a rule asks for, known before the first step.
+
+    TARGET_HIDDEN, DRAFT_HIDDEN: the target's, the draft model's hidden states behind the drafted tokens themselves."""
 
     HEADS = "heads"
     DIVERGENCE = "divergence"
     CENTROID_PROB = "centroid_prob"
+    TARGET_HIDDEN = "target_hidden"
     DRAFT_HIDDEN = "draft_hidden"
