@@ -19,7 +19,7 @@ from dropmatch.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs process limits, which Windows lacks")
 
-QUICK = Limits(cpu_seconds=1, wall_seconds=2.0, memory_bytes=256 << 20, file_bytes=1 << 20, folder_bytes=4 << 20)
+QUICK = Limits(cpu_seconds=3, wall_seconds=20.0, memory_bytes=256 << 20, file_bytes=1 << 20, folder_bytes=4 << 20)
 KERNEL = ("landlock", "seccomp")
 CHECKS = "assert double(2) == 4"
 

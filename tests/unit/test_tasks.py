@@ -205,6 +205,8 @@ def test_too_few_items_are_told(write: Write) -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jsonl does not exist"):
         load_items(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match=r"is no file\. Give a file of items, humaneval_plus, komt_bench"):
+        load_items(tmp_path)
 
 
 # --- public shapes ---
@@ -287,11 +289,12 @@ def test_references_and_answers_of_public_sets_are_kept(one: Callable[..., Item]
     assert one(sums).record["answer"] == "1002"
 
 
-def test_the_task_of_questions_in_common_form_can_be_said(one: Callable[..., Item]) -> None:
+def test_the_task_of_questions_in_common_form_can_be_said(one: Callable[..., Item], write: Write) -> None:
     question = {"question_id": 1, "category": "writing", "turns": ["Name a tree."]}
     assert one(question, task="alpaca").task == "alpaca"
     assert one(question, task="spec_bench").task == "spec_bench/mt_bench"
     assert one(GSM8K, task="gsm8k").task == "gsm8k"
+    assert load_items(f"alpaca:{write(question)}")[0].task == "alpaca"
     with pytest.raises(DataError, match="line 1: an item of 'gsm8k', and 'alpaca' was asked for"):
         one(GSM8K, task="alpaca")
     with pytest.raises(UnknownNameError, match="Unknown task 'alpacca'"):

@@ -25,8 +25,12 @@ def load_items(source: str | Path, count: int | None = None, *, start: int = 0, 
     """The items of a file from item `start` on: `count` of them, or all.
 
     source: a .jsonl, .jsonl.gz, .json (a list) or .parquet file, or a name of sources.py; task: for questions in
-    FastChat's form whose category does not tell. Raises DataError naming file and line.
+    FastChat's form whose category does not tell, also in front of the source, "alpaca:question.jsonl".
+    Raises DataError naming file and line.
     """
+    prefix, colon, rest = str(source).partition(":")
+    if task is None and colon and prefix in (*TASKS, "spec_bench"):
+        source, task = rest, prefix
     if start < 0 or (count is not None and count < 0):
         raise ConfigError(f"count={count}, start={start} is not allowed. Neither may be negative.")
     if task is not None and task != "spec_bench" and task not in TASKS:

@@ -52,7 +52,10 @@ def find_files(source: str | Path) -> list[Path]:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise DataError(f"{path} does not exist. Give the folder that holds it with --data.")
+        what = "is no file" if path.exists() else "does not exist"
+        raise DataError(
+            f"{path} {what}. Give a file of items, {', '.join(['humaneval_plus', *_ON_HUB])} or hub:OWNER/NAME/FILE."
+        )
     return path
 
 
