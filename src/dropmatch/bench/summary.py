@@ -29,7 +29,7 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     for task, items in groups:
         group = []
         for name, arm in result["arms"].items():
-            base = _reference(result["arms"], name)
+            base = reference_arm(result["arms"], name)
             records = {item: arm["items"][item] for item in items}
             lossless = None if base is None else {item: result["arms"][base]["items"][item] for item in items}
             group.append(
@@ -47,7 +47,7 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _reference(arms: Mapping[str, Any], name: str) -> str | None:
+def reference_arm(arms: Mapping[str, Any], name: str) -> str | None:
     """The lossless method to compare with."""
     length = arms[name]["draft_length"]
     lossless = [other for other, arm in arms.items() if arm["rule"] == "lossless"]

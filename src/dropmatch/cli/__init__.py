@@ -18,6 +18,7 @@ from dropmatch.cli.fetch import fetch
 from dropmatch.cli.generate import generate
 from dropmatch.cli.llm_judge import llm_judge
 from dropmatch.cli.lm_eval import PASS_ALL, lm_eval, lm_eval_tasks
+from dropmatch.cli.report import report
 from dropmatch.cli.selfcheck import selfcheck
 from dropmatch.cli.train import train_app
 from dropmatch.cli.tune import tune
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(compare)
+app.command()(report)
 app.command()(tune)
 app.command()(llm_judge)
 app.command()(selfcheck)

@@ -1,0 +1,38 @@
+"""dropmatch report: a comparison as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dropmatch.errors import ConfigError
+
+
+def report(
+    results: Annotated[Path, typer.Argument(help="Results file of `dropmatch compare`.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML file. Left out: beside the results file.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to write the pictures to, as files too.")] = None,
+    format: Annotated[str, typer.Option(help="Formats of --plots, separated by commas: png, svg, pdf.")] = "png,svg",
+) -> None:
+    """Write a comparison as one HTML page that needs no network: tables, pictures, single tokens, answers."""
+    from dropmatch.cli.bench import check_writable
+    from dropmatch.report.load import load_results
+    from dropmatch.report.page import require_report, write_plots, write_report
+
+    require_report()
+    output = output or results.with_suffix(".html")
+    if output.resolve() == results.resolve():
+        raise ConfigError(f"--output={str(output)!r} is the results file itself. Name another file.")
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise ConfigError(f"--plots={str(plots)!r} is a file. Name a folder.")
+    result = load_results(results)
+    check_writable(output)
+    if plots is not None:
+        files = write_plots(result, plots, [form.strip() for form in format.split(",") if form.strip()])
+        typer.secho(f"{len(files)} pictures written to {plots}.", err=True)
+    write_report(result, output, source=results.name)
+    typer.secho(f"Written to {output}.", err=True)

@@ -1,0 +1,104 @@
+"""Reads a results file for a report, and says which key is missing or wrong before anything is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dropmatch.bench.compare import read_compare
+from dropmatch.core.reasons import Reason
+from dropmatch.errors import DataError
+
+_NUMBER = (int, float)
+_MAYBE = (int, float, type(None))
+_ARM = {"rule": str, "draft_length": int, "items": dict}
+_PROMPT = {"task": str, "turns": list}
+_RECORD = {"tokens": list, "text": str, "reasons": list, "logprobs": list, "lossy": list, "judged": list, "score": dict}
+_LOSSY = {"index": int, "token": int, "best_token": int, "prob": _NUMBER, "best_prob": _NUMBER, "reason": str}
+_ROW: dict[str, Any] = {
+    **dict.fromkeys(("arm", "rule", "task"), str),
+    **dict.fromkeys(("n", "draft_length", "lossy_tokens", "emitted"), int),
+    **dict.fromkeys(("tau", "tau_low", "tau_high", "lossy_share", "length_mean"), _NUMBER),
+    **dict.fromkeys(("lossy_prob_mean", "lossy_prob_median", "logprob_mean", "logprob_difference"), _MAYBE),
+    **dict.fromkeys(("repetition", "length_ratio", "diverged_share", "first_divergence_median"), _MAYBE),
+    **dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high"), _MAYBE),
+    **dict.fromkeys(("accuracy_difference", "difference_low", "difference_high"), _MAYBE),
+    **dict.fromkeys(("gained", "lost", "p_value", "tokens_per_second", "judge_over_target"), _MAYBE),
+    **dict.fromkeys(("over_plain", "over_lossless"), (dict, type(None))),
+    "acceptance_by_position": list,
+    "metrics": dict,
+    "pareto": bool,
+}
+_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """A results file of `dropmatch compare` with all that a report shows.
+
+    Raises DataError naming the file and the position, kind or key that is wrong."""
+    result = read_compare(path)
+    _fields(path, "", result, {"summary": list, "provenance": dict})
+    _fields(path, "settings", result["settings"], {"target": str, "dtype": str})
+    for item, prompt in result["prompts"].items():
+        _fields(path, f"prompts[{item!r}]", prompt, _PROMPT)
+    for name, arm in result["arms"].items():
+        at = f"arms[{name!r}]"
+        _fields(path, at, arm, _ARM)
+        for item in result["prompts"]:
+            if item not in arm["items"]:
+                raise _error(path, f"{at}.items[{item!r}] is missing")
+        for item, record in arm["items"].items():
+            if item not in result["prompts"]:
+                raise _error(path, f"prompts[{item!r}] is missing, though {at} has an answer to it")
+            _check_record(path, f"{at}.items[{item!r}]", record)
+    if not result["summary"]:
+        raise _error(path, "'summary' has no rows")
+    for i, row in enumerate(result["summary"]):
+        _fields(path, f"summary[{i}]", row, _ROW)
+        if row["arm"] not in result["arms"]:
+            raise _error(path, f"summary[{i}].arm is {row['arm']!r}, which is none of arms")
+    return result
+
+
+def _check_record(path: Path, at: str, record: Any) -> None:
+    _fields(path, at, record, _RECORD)
+    _fields(path, f"{at}.score", record["score"], {"correct": (bool, type(None))})
+    tokens = len(record["tokens"])
+    for key in ("reasons", "logprobs", "pieces"):
+        if key in record and (not isinstance(record[key], list) or len(record[key]) != tokens):
+            raise _error(path, f"{at}.{key} is not a list of {tokens} entries, one for each token")
+    known = {int(reason) for reason in Reason}
+    unknown = next((code for code in record["reasons"] if code not in known), None)
+    if unknown is not None:
+        raise _error(path, f"{at}.reasons has {unknown!r}, which is none of the codes 0 to {max(known)}")
+    for i, token in enumerate(record["lossy"]):
+        _fields(path, f"{at}.lossy[{i}]", token, _LOSSY)
+    for i, entry in enumerate(record["judged"]):
+        if not isinstance(entry, list) or len(entry) < 4 or entry[3] not in known:
+            raise _error(path, f"{at}.judged[{i}] is not [index, divergence, radius, reason]")
+
+
+def _fields(path: Path, at: str, value: Any, wanted: Mapping[str, Any]) -> None:
+    """Check the keys of one object. at: its own key, empty for the whole file."""
+    if not isinstance(value, dict):
+        raise _error(path, f"{at} is not an object")
+    for key, kinds in wanted.items():
+        name = f"{at}.{key}" if at else repr(key)
+        if key not in value:
+            raise _error(path, f"{name} is missing")
+        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not isinstance(value[key], allowed) or (isinstance(value[key], bool) and bool not in allowed):
+            raise _error(path, f"{name} is not {' or '.join(_NAMES[kind] for kind in allowed)}")
+
+
+def _error(path: Path, fault: str) -> DataError:
+    return DataError(f"{path}: {fault}. The file is damaged; write it again with `dropmatch compare`.")

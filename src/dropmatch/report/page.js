@@ -1,0 +1,149 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const tip = document.getElementById("tip");
+
+  const make = (tag, options = {}, ...children) => {
+    const element = Object.assign(document.createElement(tag), options);
+    element.append(...children);
+    return element;
+  };
+  const select = (label, names, onChange) => {
+    const field = make("select", {}, ...names.map((name, i) => make("option", { value: String(i), textContent: name })));
+    field.addEventListener("change", onChange);
+    return [make("label", {}, label, field), field];
+  };
+  const prompt = (entry) =>
+    make("details", { className: "prompt" }, make("summary", { textContent: "the prompt" }),
+      ...entry.turns.map((turn) => make("p", { className: "text", textContent: turn })));
+
+  // controls that turn text around or are not seen at all are written out
+  const hidden = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/gu;
+  const named = (text) =>
+    text.replace(hidden, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  const shown = (piece) => {
+    if (piece === "") return [make("span", { className: "mark", textContent: "·" })];
+    return named(piece).split(/(\n|\t)/).filter(Boolean).flatMap((part) =>
+      part === "\n" ? [make("span", { className: "mark", textContent: "↵" }), "\n"]
+        : part === "\t" ? [make("span", { className: "mark", textContent: "⇥" }), "\t"] : [part]);
+  };
+
+  // -- strips
+  const describe = (strip, i) => {
+    const [label, words] = data.reasons[strip.reasons[i]];
+    const lines = [`${label}: ${words}`, `token ${strip.tokens[i]}, place ${i}`];
+    if (strip.logprobs[i] !== null) lines.push(`log-probability ${strip.logprobs[i].toFixed(2)}`);
+    const lossy = strip.lossy[i];
+    if (lossy) lines.push(`lossy: probability ${lossy[1].toFixed(4)}; the target's own token is ${lossy[0]} (${lossy[2].toFixed(4)})`);
+    return lines.join("\n");
+  };
+  const place = (token) => {
+    tip.textContent = token.description;
+    tip.hidden = false;
+    const box = (token.getClientRects()[0] || token.getBoundingClientRect());
+    const width = tip.offsetWidth, height = tip.offsetHeight;
+    const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8));
+    const above = box.top - height - 6;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${above >= 4 ? above : box.bottom + 6}px`;
+  };
+  const stripOf = (name, strip) => {
+    const tokens = strip.pieces.map((piece, i) => {
+      const token = make("span", { className: `token r${strip.reasons[i]}${i in strip.lossy ? " lossy" : ""}`, tabIndex: i ? -1 : 0 }, ...shown(piece));
+      token.description = describe(strip, i);
+      token.setAttribute("aria-describedby", "tip");
+      return token;
+    });
+    const box = make("div", { className: "tokens" }, ...tokens);
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", `Tokens of ${name}. Arrow keys move from token to token.`);
+    box.addEventListener("pointerover", (event) => {
+      const token = event.target.closest(".token");
+      if (token) place(token); else tip.hidden = true;
+    });
+    box.addEventListener("pointerleave", () => { tip.hidden = true; });
+    box.addEventListener("scroll", () => { tip.hidden = true; });
+    box.addEventListener("focusin", (event) => { if (event.target.description) place(event.target); });
+    box.addEventListener("focusout", () => { tip.hidden = true; });
+    box.addEventListener("keydown", (event) => {
+      const at = tokens.indexOf(document.activeElement);
+      const steps = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 };
+      if (at < 0 || !(event.key in steps)) return;
+      event.preventDefault();
+      const next = tokens[Math.max(0, Math.min(tokens.length - 1, steps[event.key]))];
+      tokens[at].tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    });
+    const lossy = Object.keys(strip.lossy).length;
+    return make("div", { className: "strip" },
+      make("h3", {}, name, make("small", { textContent: `${tokens.length} tokens, ${lossy} lossy` })), box);
+  };
+  const strips = document.getElementById("strips");
+  if (data.strips.length === 0) {
+    strips.append(make("p", { textContent: "No single tokens were written out; dropmatch compare --strips N does." }));
+  } else {
+    const out = make("div");
+    const show = () => {
+      const entry = data.strips[Number(items.value)];
+      const names = rules.value === "every" ? Object.keys(entry.arms) : [rules.selectedOptions[0].textContent].filter((name) => name in entry.arms);
+      tip.hidden = true;
+      out.replaceChildren(prompt(entry), ...names.map((name) => stripOf(name, entry.arms[name])));
+    };
+    const count = (name) => data.strips.reduce((sum, entry) => sum + Object.keys(entry.arms[name]?.lossy ?? {}).length, 0);
+    const names = [...new Set(data.strips.flatMap((entry) => Object.keys(entry.arms)))];
+    const [itemLabel, items] = select("prompt", data.strips.map((entry) => entry.item), show);
+    const [ruleLabel, rules] = select("rule", names, show);
+    rules.append(make("option", { value: "every", textContent: "every rule" }));
+    rules.value = String(names.reduce((best, name, i) => (count(name) > count(names[best]) ? i : best), 0));
+    strips.append(make("div", { className: "controls" }, itemLabel, ruleLabel), out);
+    show();
+  }
+
+  // -- answers
+  const near = 160;
+  const graded = (correct) => correct === null ? "" : make("span", { className: correct ? "right" : "wrong", textContent: correct ? " ✓ right" : " ✗ wrong" });
+  const answerOf = (title, correct, start, rest) => {
+    const cut = start.length > near * 1.5 ? start.length - near : 0;
+    const body = make("div", { className: "text", tabIndex: 0 });
+    body.setAttribute("role", "region");
+    body.setAttribute("aria-label", title);
+    if (cut) {
+      body.append(make("details", { className: "shared" },
+        make("summary", { textContent: `the same first ${cut} characters` }), named(start.slice(0, cut).join(""))));
+    }
+    body.append(make("div", { className: "text shared", textContent: named(start.slice(cut).join("")) }));
+    body.append(rest.length ? make("div", { className: "text parted", textContent: named(rest.join("")) })
+      : make("div", { className: "shared", textContent: "(ends here)" }));
+    return make("div", {}, make("h3", {}, title, graded(correct)), body);
+  };
+  const pairs = document.getElementById("pairs");
+  if (data.answers.length === 0 || Object.keys(data.answers[0].arms).length === 0) {
+    pairs.append(make("p", { textContent: "There is no lossless or plain decoding here to compare answers with." }));
+  } else {
+    const out = make("div");
+    const show = () => {
+      const entry = data.answers[Number(items.value)];
+      const name = rules.selectedOptions[0].textContent;
+      const arm = entry.arms[name];
+      const base = Array.from(entry.texts[arm.text]);  // by character, as `at` counts
+      const start = base.slice(0, arm.at);
+      const parts = arm.token === null ? "The answers are the same." : `The answers part at token ${arm.token}.`;
+      out.replaceChildren(prompt(entry), make("p", { className: "note", textContent: parts }),
+        make("div", { className: "pair" }, answerOf(arm.base, arm.correct[0], start, base.slice(arm.at)),
+          answerOf(name, arm.correct[1], start, Array.from(arm.rest))));
+    };
+    const names = Object.keys(data.answers[0].arms);
+    const changed = (name) => data.answers.reduce((sum, entry) => sum + (entry.arms[name].token !== null), 0);
+    const note = (entry) => `${entry.item}${entry.regraded ? " (grade changed)" : entry.changed ? "" : " (all the same)"}`;
+    const [itemLabel, items] = select("prompt", data.answers.map(note), show);
+    const [ruleLabel, rules] = select("rule", names, show);
+    rules.value = String(names.reduce((best, name, i) => (changed(name) > changed(names[best]) ? i : best), 0));
+    items.value = String(Math.max(0, data.answers.findIndex((entry) => entry.arms[names[Number(rules.value)]].token !== null)));
+    pairs.append(make("div", { className: "controls" }, itemLabel, ruleLabel), out);
+    if (data.answers.length < data.answers_of) {
+      pairs.append(make("p", { className: "note", textContent: `${data.answers.length} of ${data.answers_of} prompts, those with a changed grade first; the results file has all.` }));
+    }
+    show();
+  }
+})();

@@ -1,0 +1,46 @@
+"""Colours and words of a report. The colours are Okabe and Ito's, which most colour-blind readers can tell apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dropmatch.core.reasons import Reason
+
+INK, FAINT, SURFACE = "#1d2329", "#d5dae0", "#fdfdfe"
+"""Text and axes, grid, background. A page puts its own colours in their place."""
+GREY, ORANGE, SKY, GREEN = "#87909a", "#e69f00", "#56b4e9", "#009e73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#d8c400", "#3f8fd2", "#d55e00", "#cc79a7"
+
+SERIES = (ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLUE, YELLOW)
+MARKERS = "osD^vPX"
+LINES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonStyle:
+    """How a reason looks and what it means. line: CSS style of the underline, so that colour is not alone."""
+
+    label: str
+    words: str
+    colour: str
+    line: str = "solid"
+
+
+STYLES: dict[Reason, ReasonStyle] = {
+    Reason.REJECTED: ReasonStyle("rejected", "not kept", GREY, "dotted"),
+    Reason.EXACT: ReasonStyle("exact", "the target's own token", GREY),
+    Reason.RATIO: ReasonStyle("ratio", "kept by lossless sampling", GREY, "dashed"),
+    Reason.JS: ReasonStyle("js", "within the heads' radius (Eq. 6)", ORANGE),
+    Reason.MAJORITY: ReasonStyle("majority", "the heads' most frequent token (Eq. 7)", VERMILLION),
+    Reason.HEAD: ReasonStyle("head", "given by one of the heads (Eq. 4)", PURPLE),
+    Reason.BONUS: ReasonStyle("bonus", "the target's, after a fully kept draft", SKY),
+    Reason.RECOVERED: ReasonStyle("recovered", "the target's, after a rejection", BLUE, "dashed"),
+    Reason.EXPECTED_JS: ReasonStyle("expected-js", "Eq. 6 in closed form", ORANGE, "dashed"),
+    Reason.EXPECTED_MAJORITY: ReasonStyle("expected-majority", "Eq. 7 in closed form", VERMILLION, "dashed"),
+    Reason.EXPECTED_HEAD: ReasonStyle("expected-head", "Eq. 4 in closed form", PURPLE, "dashed"),
+    Reason.JUDGE: ReasonStyle("judge", "a trained head finds it harmless", YELLOW),
+}
+for _reason in Reason:  # rules of other papers: one answer holds one or two of them, so one colour will do
+    STYLES.setdefault(
+        _reason, ReasonStyle(_reason.label.replace("_", "-"), f"kept by {_reason.label.replace('_', '-')}", GREEN)
+    )
