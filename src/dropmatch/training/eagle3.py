@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -348,7 +349,7 @@ class _Checkpoint:
             return 0, []
         try:
             state = torch.load(self._path, weights_only=True)
-        except (RuntimeError, OSError, EOFError) as error:
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise IntegrityError(f"{self._path} cannot be read: {error}. Give --restart to begin again.") from error
         if state["settings"] != self._settings:
             raise ConfigError(

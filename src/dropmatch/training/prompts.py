@@ -27,7 +27,10 @@ def read_prompts(paths: Sequence[Path], *, exclude_tasks: Iterable[str] = ()) ->
     prompts = [prompt for path in paths for prompt in _read(path) if prompt.task not in excluded]
     if not prompts:
         raise DataError(f"No prompts were found in {', '.join(map(str, paths))} (tasks left out: {sorted(excluded)}).")
-    return list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    unique: dict[str, TrainingPrompt] = {}
+    for prompt in prompts:
+        unique.setdefault(prompt.text, prompt)
+    return list(unique.values())
 
 
 def _read(path: Path) -> list[TrainingPrompt]:
