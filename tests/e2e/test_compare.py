@@ -83,6 +83,11 @@ def test_a_comparison_holds_all_that_it_promises(
     assert len(lossy["mt_bench/1"]["texts"]) == 2
     pieces = lossy["gsm8k/test/0"]["pieces"]
     assert len(pieces) == len(lossy["gsm8k/test/0"]["tokens"])
+    tokenizer = tiny.tokenizer()
+    written_out = [token for item in lossy if "pieces" in lossy[item] for token in lossy[item]["lossy"]]
+    assert written_out
+    for token in written_out:
+        assert token["best_piece"] == tokenizer.decode([token["best_token"]])
     assert {row["task"] for row in result["summary"]} == {"all", "gsm8k", "mt_bench"}
     by_rule = {row["rule"]: row for row in result["summary"] if row["task"] == "all"}
     assert by_rule["dropmatch"]["tau"] >= by_rule["lossless"]["tau"]

@@ -354,6 +354,7 @@ def _collect(answer: _Answer, chunks: Sequence[Chunk]) -> None:
 def _record(answer: _Answer, decoder: Decoder | None) -> dict[str, Any]:
     """The results file's entry. decoder: writes out the single tokens, where that is wanted."""
     pieces = {} if decoder is None else {"pieces": _pieces(decoder, answer.tokens)}
+    lossy = answer.lossy if decoder is None else [_with_best_piece(decoder, token) for token in answer.lossy]
     return {
         "text": "\n\n".join(answer.texts),
         "texts": answer.texts,
@@ -365,9 +366,14 @@ def _record(answer: _Answer, decoder: Decoder | None) -> dict[str, Any]:
         **answer.counts,
         "drafted_at": answer.drafted_at,
         "accepted_at": answer.accepted_at,
-        "lossy": answer.lossy,
+        "lossy": lossy,
         "judged": [entry for entry in answer.judged if entry[0] is None or entry[0] < len(answer.tokens)],
     }
+
+
+def _with_best_piece(decoder: Decoder, token: Mapping[str, Any]) -> dict[str, Any]:
+    """A lossy token with the text of the target's own token in its place."""
+    return {**token, "best_piece": decoder.tokenizer.decode([token["best_token"]], skip_special_tokens=False)}
 
 
 def _pieces(decoder: Decoder, tokens: Sequence[int]) -> list[str]:
