@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 MOST_POINTS = 500  # of one scatter; more cannot be told apart and would make the page heavy
-_WIDTH = 4.6  # inches; text stays legible where a phone shows the picture
+_WIDTH = 4.1  # inches; text stays legible where a phone shows the picture
 _LEGEND_ROW = 0.17
 Row = Mapping[str, Any]
 
@@ -115,7 +115,7 @@ def _figure(legend: int = 0) -> tuple[Figure, Axes]:
     """A figure with room for a legend of so many lines below it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, 3.1 + _LEGEND_ROW * legend), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 2.9 + _LEGEND_ROW * legend), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -172,7 +172,7 @@ def _trade(
             xerr=[[max(0.0, x[0] - x[1])], [max(0.0, x[2] - x[0])]],
             yerr=[[max(0.0, y[0] - y[1])], [max(0.0, y[2] - y[0])]],
             color=colour, marker=marker, markersize=7, linestyle="", elinewidth=1, markeredgewidth=1.5,
-            markerfacecolor=colour if mark else SURFACE, label=f"{row['arm']}{' (front)' if mark else ''}",
+            markerfacecolor=colour if mark else SURFACE, label=row["arm"],
         )  # fmt: skip
     axes.set_xlabel(name)
     axes.set_ylabel("accuracy, %" if quality == "Accuracy" else "log-probability, nats a token")
@@ -233,7 +233,7 @@ def _scatter(points: Sequence[tuple[float, float, Reason]]) -> Figure:
 
 
 def _columns(rows: Sequence[Row]) -> int:
-    return 2 if max(len(row["arm"]) for row in rows) <= 26 else 1
+    return 2 if max(len(row["arm"]) for row in rows) <= 23 else 1
 
 
 def _finish(figure: Figure, axes: Axes, columns: int) -> None:
@@ -256,7 +256,7 @@ def _settings() -> AbstractContextManager[None]:
             "text.parse_math": False,  # a dollar in a name is a dollar
             "font.family": "DejaVu Sans",
             "font.size": 9,
-            "legend.fontsize": 8,
+            "legend.fontsize": 8.5,
             "axes.spines.top": False,
             "axes.spines.right": False,
             **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),

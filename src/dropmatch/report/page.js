@@ -32,7 +32,7 @@
   const describe = (strip, i) => {
     const [label, words] = data.reasons[strip.reasons[i]];
     const lines = [`${label}: ${words}`, `token ${strip.tokens[i]}, place ${i}`];
-    if (strip.logprobs[i] !== null) lines.push(`log-probability ${strip.logprobs[i].toFixed(2)}`);
+    if (strip.logprobs[i] !== null) lines.push(`log-probability ${strip.logprobs[i].toFixed(2).replace("-", "−")}`);
     const lossy = strip.lossy[i];
     if (lossy) lines.push(`lossy: probability ${lossy[1].toFixed(4)}; the target's own token is ${lossy[0]} (${lossy[2].toFixed(4)})`);
     return lines.join("\n");
@@ -66,6 +66,7 @@
     box.addEventListener("focusin", (event) => { if (event.target.description) place(event.target); });
     box.addEventListener("focusout", () => { tip.hidden = true; });
     box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") tip.hidden = true;
       const at = tokens.indexOf(document.activeElement);
       const steps = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 };
       if (at < 0 || !(event.key in steps)) return;
