@@ -26,7 +26,9 @@ from dropmatch.errors import ConfigError
 from dropmatch.training.prompts import TrainingPrompt
 
 _ROWS_PER_SHARD = 64
-_ADMITTED = 4  # prompts that start together are padded to the longest of them, so they start a few at a time
+# Prompts that start together are padded to the longest of them, so only a few do; and since the cache is copied when
+# rows join, no fewer do.
+_ADMITTED = 4
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -39,7 +41,7 @@ class DistillSettings:
     max_new_tokens: int = 256
     max_tokens: int = 200_000
     max_prompt_tokens: int = 256
-    batch: int = 32
+    batch: int = 24
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
@@ -144,8 +146,10 @@ def _answer(
     longest = min(settings.max_prompt_tokens, (decoder.config.max_length or settings.max_prompt_tokens + 1) - 1)
 
     def top_up() -> None:
-        started = 0
-        while len(ids) < settings.batch and started < _ADMITTED and (entry := next(source, None)) is not None:
+        started, room = 0, settings.batch - len(ids)
+        if ids and room < min(_ADMITTED, settings.batch):
+            return
+        while started < min(_ADMITTED, room) and (entry := next(source, None)) is not None:
             encoded = decoder.encode(entry[1].text)
             if len(encoded) > longest:
                 continue
