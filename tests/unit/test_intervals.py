@@ -52,7 +52,7 @@ def test_paired_interval_covers_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_unequal_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         paired_difference([True], [True, False])
 
 
