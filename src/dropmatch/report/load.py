@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,16 @@ _ROW: dict[str, Any] = {
     "metrics": dict,
     "pareto": bool,
 }
-_NAMES = {
+_NAMES: dict[Any, str] = {
     str: "text",
     int: "a whole number",
-    float: "a number",
     list: "a list",
     dict: "an object",
     bool: "true or false",
-    type(None): "null",
+    _NUMBER: "a finite number",
+    _MAYBE: "a finite number or null",
+    (bool, type(None)): "true, false or null",
+    (dict, type(None)): "an object or null",
 }
 
 
@@ -76,6 +79,9 @@ def _check_record(path: Path, at: str, record: Any) -> None:
     for key in ("reasons", "logprobs", "pieces"):
         if key in record and (not isinstance(record[key], list) or len(record[key]) != tokens):
             raise _error(path, f"{at}.{key} is not a list of {tokens} entries, one for each token")
+    for key, kind in (("tokens", int), ("logprobs", _NUMBER), ("pieces", str)):
+        if not all(_is(value, kind) for value in record.get(key, ())):
+            raise _error(path, f"{at}.{key} has an entry that is not {_NAMES[kind]}")
     known = {int(reason) for reason in Reason}
     unknown = next((code for code in record["reasons"] if code not in known), None)
     if unknown is not None:
@@ -83,7 +89,12 @@ def _check_record(path: Path, at: str, record: Any) -> None:
     for i, token in enumerate(record["lossy"]):
         _fields(path, f"{at}.lossy[{i}]", token, _LOSSY)
     for i, entry in enumerate(record["judged"]):
-        if not isinstance(entry, list) or len(entry) < 4 or entry[3] not in known:
+        if (
+            not isinstance(entry, list)
+            or len(entry) < 4
+            or not all(_is(value, _MAYBE) for value in entry)
+            or entry[3] not in known
+        ):
             raise _error(path, f"{at}.judged[{i}] is not [index, divergence, radius, reason]")
 
 
@@ -95,9 +106,16 @@ def _fields(path: Path, at: str, value: Any, wanted: Mapping[str, Any]) -> None:
         name = f"{at}.{key}" if at else repr(key)
         if key not in value:
             raise _error(path, f"{name} is missing")
-        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-        if not isinstance(value[key], allowed) or (isinstance(value[key], bool) and bool not in allowed):
-            raise _error(path, f"{name} is not {' or '.join(_NAMES[kind] for kind in allowed)}")
+        if not _is(value[key], kinds):
+            raise _error(path, f"{name} is not {_NAMES[kinds]}")
+
+
+def _is(value: Any, kinds: Any) -> bool:
+    """Like isinstance, but true is no number, and neither are NaN and infinity."""
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, bool):
+        return bool in allowed
+    return isinstance(value, allowed) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _error(path: Path, fault: str) -> DataError:

@@ -242,7 +242,7 @@ def _parting(a: str, b: str) -> int:
     """Where two texts part, moved back to the start of the word, so that no character made of several is cut.
     Counted in characters; the page counts them alike."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    if at == len(a) == len(b):
+    if all(text[at : at + 1].strip() == "" for text in (a, b)):  # both words end here
         return at
     word = next((i for i in range(at, max(0, at - _LONGEST_WORD), -1) if a[i - 1].isspace()), at)
     return 0 if at < _LONGEST_WORD and word == at else word
