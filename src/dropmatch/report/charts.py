@@ -100,8 +100,8 @@ def radius_charts(result: Mapping[str, Any]) -> list[tuple[str, Chart]]:
             shown = random.Random(0).sample(points, MOST_POINTS) if len(points) > MOST_POINTS else points
             share = "" if shown is points else f" {MOST_POINTS} of {len(points):,} drawn at random."
             words = (
-                "One point for each drafted token that the heads were asked about, by the rule's verdict, also behind a "
-                f"rejection. On or under the line, Eq. 6 would keep it. Square-root axes.{share}"
+                "One point for each drafted token that the heads were asked about, by the rule's verdict, also behind "
+                f"a rejection. On or under the line, Eq. 6 would keep it. Square-root axes.{share}"
             )
             charts.append((arm, Chart("js-radius", arm, words, _scatter_of(shown))))
     return charts
