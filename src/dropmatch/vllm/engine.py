@@ -76,7 +76,12 @@ def _own_hook(worker: Any) -> Hook:
 def status(worker: Any) -> dict[str, Any]:
     """For operators and tests: what a worker's hook is doing."""
     hook = _own_hook(worker)
-    return {"p_drop": hook.p_drop, "dummy_passes": hook.num_dummy_passes, "runner": runner_name(worker)}
+    return {
+        "p_drop": hook.p_drop,
+        "dummy_passes": hook.num_dummy_passes,
+        "runner": runner_name(worker),
+        "counts": hook.counts(),
+    }
 
 
 def settle_p_drop(core: Any) -> None:

@@ -225,6 +225,10 @@ class Hook:
             self._pending = []
             self._snapshot = _Snapshot(self._counts)
 
+    def counts(self) -> list[float]:
+        """All counts so far; waits for the device."""
+        return [float(value) for value in self._counts.tolist()]
+
     def reset_counts(self) -> None:
         self._counts.zero_()
         self._snapshot = None
