@@ -126,7 +126,8 @@ def test_a_token_answers_to_mouse_and_keyboard(open_tab: Any) -> None:
     assert tip.is_hidden()
     lossy.hover()
     assert "log-probability −" in tip.inner_text()
-    assert "the target's own token is" in tip.inner_text()
+    assert "the target's own token is “" in tip.inner_text()
+    assert "divergence 0." in tip.inner_text()
     page.mouse.move(0, 0)
     assert tip.is_hidden()
     page.locator(".tokens .token").first.focus()
@@ -138,6 +139,54 @@ def test_a_token_answers_to_mouse_and_keyboard(open_tab: Any) -> None:
     page.keyboard.press("Escape")
     assert tip.is_hidden()
     assert page.locator(".tokens [tabindex='0']").count() == 1
+
+
+def test_a_point_tells_its_token_and_leads_to_it(open_tab: Any, page_file: Path) -> None:
+    page = open_tab().page
+    tip, scatter = page.locator("#tip"), page.locator(".scatters svg").first
+    told = page.evaluate("JSON.parse(document.getElementById('data').textContent).points")[0]
+    at = next(i for i, point in enumerate(told["points"]) if point[1] >= 0)
+    item, index = told["points"][at][:2]
+    scatter.scroll_into_view_if_needed()
+    scatter.locator('[id*="-points-"] use').nth(at).hover(force=True)
+    assert tip.is_visible()
+    assert f"token {index} of gsm8k/test/{item}" in tip.inner_text()
+    assert "radius 0." in tip.inner_text()
+    page.mouse.move(0, 0)
+    assert tip.is_hidden()
+    scatter.focus()
+    page.keyboard.press("End")
+    assert "radius" in tip.inner_text()
+    widest = max(told["points"], key=lambda point: point[4])
+    assert f"radius {widest[4]:.4f}" in tip.inner_text()
+    page.keyboard.press("Home")
+    for _ in told["points"]:
+        if f"token {index} of gsm8k/test/{item}\n" in tip.inner_text():
+            break
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.locator("#strips select").nth(0).evaluate("s => s.selectedOptions[0].text") == f"gsm8k/test/{item}"
+    assert page.locator("#strips select").nth(1).evaluate("s => s.selectedOptions[0].text") == told["arm"]
+    assert page.locator(".token:focus").evaluate("t => Array.from(t.parentNode.children).indexOf(t)") == index
+    assert f"place {index}" in tip.inner_text()
+
+
+def test_a_tap_shows_a_point_and_a_second_one_leads_on(browser: Any, page_file: Path) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True)
+    page = context.new_page()
+    page.goto(page_file.as_uri())
+    told = page.evaluate("JSON.parse(document.getElementById('data').textContent).points")[0]
+    at = next(i for i, point in enumerate(told["points"]) if point[1] >= 0)
+    scatter = page.locator(".scatters svg").first
+    scatter.scroll_into_view_if_needed()
+    box = scatter.locator('[id*="-points-"] use').nth(at).bounding_box()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.touchscreen.tap(*middle)
+    assert "radius" in page.locator("#tip").inner_text()
+    assert page.locator(".token:focus").count() == 0
+    page.touchscreen.tap(*middle)
+    assert page.locator(".token:focus").count() == 1
+    context.close()
 
 
 @pytest.mark.parametrize("width", [390, 1200])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dropmatch.bench.intervals import is_on_front, paired_difference, ratio_interval, wilson
+from dropmatch.bench.intervals import is_on_front, median_interval, paired_difference, ratio_interval, wilson
 
 
 def test_wilson_is_the_textbook_interval() -> None:
@@ -62,6 +62,14 @@ def test_a_ratio_interval_holds_the_ratio_and_repeats_itself() -> None:
     assert low < sum(top) / sum(bottom) < high
     assert (low, high) == ratio_interval(top, bottom)
     assert ratio_interval([6, 6], [2, 2]) == (3.0, 3.0)
+
+
+def test_a_median_interval_holds_the_median_and_repeats_itself() -> None:
+    values = [1.0, 1.1, 1.3, 1.4, 2.0, 0.9, 1.2]
+    low, high = median_interval(values)
+    assert 0.9 <= low < 1.2 < high <= 2.0
+    assert (low, high) == median_interval(values)
+    assert median_interval([1.5]) == (1.5, 1.5)
 
 
 def test_the_front_keeps_what_nothing_beats() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -188,9 +189,83 @@ def test_strips_carry_reason_probability_and_the_targets_own_token() -> None:
     strips = data["strips"]
     assert [strip["item"] for strip in strips] == ["gsm8k/test/0", "gsm8k/test/1"]
     strip = strips[0]["arms"]["dropmatch@p=0.1 L=3"]
-    assert strip["lossy"]["3"] == [3, 0.25, 0.5]
+    assert strip["lossy"]["3"] == [3, " w3", 0.25, 0.5]
     assert strip["reasons"][3] == Reason.JS
     assert data["reasons"]["3"][0] == "js"
+
+
+def test_the_targets_own_token_is_named_in_words_where_they_are_known() -> None:
+    result = comparison()
+    answer = result["arms"]["dropmatch@p=0.1 L=3"]["items"]["gsm8k/test/0"]
+    answer["lossy"][0]["best_piece"] = " named"
+    answer["lossy"][1]["best_token"] = 77_777
+    strip = rendered(result).data["strips"][0]["arms"]["dropmatch@p=0.1 L=3"]
+    assert strip["lossy"]["3"][:2] == [3, " named"]
+    assert strip["lossy"]["10"][:2] == [77_777, None]
+
+
+def test_the_end_of_a_split_character_is_not_taken_for_a_tokens_text() -> None:
+    result = comparison()
+    for arm in result["arms"].values():
+        arm["items"]["gsm8k/test/1"].pop("pieces")
+    plain = result["arms"]["plain"]["items"]["gsm8k/test/0"]
+    for name in ("lossless L=3", "dropmatch@p=0.1 L=3"):
+        result["arms"][name]["items"]["gsm8k/test/0"].pop("pieces")
+    plain["pieces"][2:4] = ["", "é"]
+    assert 3 not in page._known_pieces(result)
+    assert page._known_pieces(result)[4] == " w4"
+
+
+def test_points_are_told_in_the_order_in_which_they_are_drawn() -> None:
+    """The page pairs points with marks by their order alone."""
+    result = comparison()
+    ((name, chart),) = charts.radius_charts(result)
+    told = rendered(result).data["points"][0]
+    assert told["arm"] == name
+    assert [[told_point[1], told_point[2]] for told_point in told["points"]] == [
+        [point.index, point.reason] for point in chart.points
+    ]
+    drawn = [
+        (float(x), float(y))
+        for line in chart.draw().axes[0].lines
+        if str(line.get_gid()).startswith("points-")
+        for x, y in zip(*line.get_data(), strict=True)
+    ]
+    assert drawn == [(point.radius, point.js) for point in chart.points]
+    groups = [g for g in ET.fromstring(charts.inline_svg(chart, "x")).iter() if "points-" in g.get("id", "")]
+    marks = [mark for group in groups for mark in group.iter() if mark.tag.endswith("}use")]
+    assert len(marks) == len(chart.points)
+    across = [float(mark.attrib["x"]) for mark in marks]
+    assert [across[i] for i in sorted(range(len(across)), key=lambda i: chart.points[i].radius)] == sorted(across)
+
+
+def test_reasons_are_shares_of_all_tokens() -> None:
+    result = comparison()
+    shares = rendered(result).tables[3]
+    assert [cell.strip() for cell in shares[0]] == ["rule", "exact", "js"]
+    assert [cell.strip() for cell in shares[2]] == ["lossless L=3", "100.0%", "–"]
+    assert [cell.split()[0] for cell in shares[3][1:]] == ["85.0%", "15.0%"]
+
+
+def test_speed_has_a_bootstrap_interval_over_prompts() -> None:
+    result = comparison(timed=False)
+    ids = list(result["prompts"])
+    seconds = {"plain": [4.0, 4.0, 4.0], "lossless L=3": [2.0, 2.0, 2.0], "dropmatch@p=0.1 L=3": [1.0, 2.0, 4.0]}
+    arms = {
+        name: {
+            "seconds": {item: [s] for item, s in zip(ids, given, strict=False)},
+            "tokens": dict.fromkeys(ids[:3], 8),
+            "time": {"target_s": 1.0, "judge_s": 0.1},
+        }
+        for name, given in seconds.items()
+    }
+    result["speed"] = {"items": ids[:3], "repeats": 1, "arms": arms}
+    result["summary"] = summarize(result)
+    bars = {row["arm"]: charts._speed(result, row) for row in result["summary"]}
+    assert bars["plain"] == (1.0, 1.0, 1.0)
+    assert bars["dropmatch@p=0.1 L=3"] == (2.0, 1.0, 4.0)
+    chart = charts.task_charts(result, "gsm8k")[1]
+    assert "bootstrap over 3 timed prompts" in chart.words
 
 
 def test_answers_stand_from_the_word_at_which_they_part() -> None:
@@ -236,7 +311,7 @@ def test_without_grades_quality_is_log_probability() -> None:
     drawn = charts.task_charts(result, "gsm8k")
     assert [chart.title for chart in drawn] == ["Log-probability against tau", "Acceptance by position"]
     assert "nats a token" in charts.inline_svg(drawn[0], "x")
-    assert len(rendered(result).tables) == 2
+    assert len(rendered(result).tables) == 3  # quality, text, reasons; no speed
 
 
 def test_points_without_divergence_or_radius_are_left_out() -> None:
@@ -246,7 +321,7 @@ def test_points_without_divergence_or_radius_are_left_out() -> None:
     points = sum(entry[1] is not None for r in result["arms"][name]["items"].values() for entry in r["judged"])
     assert f"js ({points})" in charts.inline_svg(chart, "x")
     for answer in result["arms"][name]["items"].values():
-        answer["judged"] = [[3, None, None, 3]]
+        answer["judged"] = [[3, None, None, 3, 0.1]]
     assert charts.radius_charts(result) == []
 
 
@@ -272,11 +347,76 @@ def test_every_reason_has_a_look_of_its_own_kind() -> None:
     assert len({style.label for style in STYLES.values()}) == len(STYLES)
 
 
+def _luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(a: str, b: str) -> float:
+    low, high = sorted((_luminance(a), _luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_are_seen_and_text_on_them_is_read_on_light_and_dark_pages() -> None:
+    """WCAG asks 3 of what is drawn and 4.5 of text. A lossy token's colour is mixed into the page's at 45%."""
+    css = (Path(page.__file__).parent / "page.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)[:2]
+    )
+    assert "var(--reason) 45%" in css
+    for ground in (light, dark):
+        for text in ("ink", "faint", "link"):
+            assert _contrast(ground[text], ground["surface"]) >= 4.5
+        for colour in {*charts.SERIES, *(style.colour for style in STYLES.values())}:
+            assert _contrast(colour, ground["surface"]) >= 3.0
+            mixed = [
+                round(0.45 * int(colour[i : i + 2], 16) + 0.55 * int(ground["surface"][i : i + 2], 16))
+                for i in (1, 3, 5)
+            ]
+            assert _contrast(ground["ink"], "#" + "".join(f"{x:02x}" for x in mixed)) >= 4.5
+
+
 def test_a_large_comparison_stays_small() -> None:
     result = comparison(items=200, arms=14, length=256, pieces=4)
     text = page.render(result, source="results.json")
     assert len(text.encode()) < MOST_BYTES
     assert 0 < len(Page(text).data["answers"]) <= 200
+
+
+# -- the terminal ---------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_the_tables_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result = comparison()
+    results = write(tmp_path / "r.json", result)
+    assert command(monkeypatch, str(results), "--terminal") == 0
+    said = capsys.readouterr().out
+    row = result["summary"][2]
+    assert f"{row['tau']:.2f} ({row['tau_low']:.2f}-{row['tau_high']:.2f})" in said
+    assert f"+{row['gained']}, -{row['lost']}" in said
+    assert "reference" in said
+    assert "over lossless" in said
+    assert max(map(len, said.splitlines())) <= 160
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_square_brackets_in_names_are_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result = json.loads(
+        json.dumps(comparison()).replace("dropmatch@p=0.1", "[bold]rule[/red]").replace('"gsm8k"', '"[x]"')
+    )
+    assert (
+        command(monkeypatch, str(write(tmp_path / "r.json", result)), "--terminal", "-o", str(tmp_path / "r.html")) == 0
+    )
+    said = capsys.readouterr().out
+    assert "[bold]rule[/red] L=3" in said
+    assert "[x], 4 prompts" in said
+    assert (tmp_path / "r.html").exists()
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -328,6 +468,14 @@ def damage(*keys: Any, value: Any = None) -> Callable[[dict[str, Any]], None]:
         (damage("arms", "plain", "items", "gsm8k/test/0", "pieces", value=[None] * 20), "not text"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "reasons", value=[99] * 20), "99"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "judged", value=[[1]]), "judged[0]"),
+        (damage("arms", "plain", "items", "gsm8k/test/1", "judged", value=[[20, 0.1, 0.1, 3, 0.1]]), "judged[0]"),
+        (damage("settings", "draft"), "settings.draft is missing"),
+        (damage("provenance", "date"), "provenance.date is missing"),
+        (damage("speed", "arms", "plain", "tokens"), "speed.arms['plain'].tokens is missing"),
+        (damage("speed", "arms", "plain", "seconds", "gsm8k/test/0", value=[0.0]), "no time or no token"),
+        (damage("speed", "items", value=["other"]), "prompts['other'] is missing"),
+        (damage("summary", 0, "over_plain", "min"), "summary[0].over_plain.min is missing"),
+        (damage("summary", 0, "acceptance_by_position", value=["all"]), "acceptance_by_position has an entry"),
         (damage("prompts", "gsm8k/test/0"), "prompts['gsm8k/test/0'] is missing"),
     ],
 )

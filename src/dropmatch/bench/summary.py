@@ -176,7 +176,7 @@ def _speed_figures(
     def over(other: str | None) -> dict[str, float] | None:
         if other is None or other not in speed["arms"]:
             return None
-        ratios = [_rate(arm, item) / _rate(speed["arms"][other], item) for item in timed]
+        ratios = speed_ratios(speed, name, other, timed)
         return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
     return {
@@ -185,6 +185,12 @@ def _speed_figures(
         "over_lossless": over(base),
         "judge_over_target": arm["time"]["judge_s"] / target if target else None,
     }
+
+
+def speed_ratios(speed: Mapping[str, Any], name: str, other: str, items: Sequence[str]) -> list[float]:
+    """Tokens per second of one method over those of another, prompt by prompt. items: timed prompts."""
+    arm, base = speed["arms"][name], speed["arms"][other]
+    return [_rate(arm, item) / _rate(base, item) for item in items]
 
 
 def _rate(arm: Mapping[str, Any], item: str) -> float:

@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dropmatch.bench.intervals import is_on_front, ratio_interval
+from dropmatch.bench.arms import PLAIN
+from dropmatch.bench.intervals import is_on_front, median_interval, ratio_interval
+from dropmatch.bench.summary import speed_ratios
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import ConfigError
 from dropmatch.report.palette import FAINT, GREY, INK, LINES, MARKERS, SERIES, STYLES, SURFACE
@@ -25,16 +27,31 @@ MOST_POINTS = 500  # of one scatter; more cannot be told apart and would make th
 _WIDTH = 4.1  # inches; text stays legible where a phone shows the picture
 _LEGEND_ROW = 0.17
 Row = Mapping[str, Any]
+_Bar = tuple[float, float, float]  # value, low, high
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A drafted token that the heads were asked about. index: its place in the answer, -1 if it was not kept; js and
+    radius in nats; prob: the target's undropped probability of it."""
+
+    item: str
+    index: int
+    js: float
+    radius: float
+    reason: Reason
+    prob: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture. name: of its file; title and words: for the page."""
+    """One picture. name: of its file; title and words: for the page; points: of a scatter, in the order drawn."""
 
     name: str
     title: str
     words: str
     draw: Callable[[], Figure]
+    points: tuple[Judged, ...] = ()
 
 
 def require_matplotlib() -> None:
@@ -52,16 +69,19 @@ def task_charts(result: Mapping[str, Any], task: str) -> list[Chart]:
     quality = "Accuracy" if graded else "Log-probability"
     bars = {row["arm"]: _quality(result, row, graded) for row in rows}
     have = [row for row in rows if bars[row["arm"]] is not None]
-    timed = [row for row in have if row["over_plain"] is not None]
+    speeds = {row["arm"]: speed for row in have if (speed := _speed(result, row)) is not None}
+    timed = [row for row in have if row["arm"] in speeds]
+    arms = [row["arm"] for row in rows]
     charts = []
     front = "Filled: no rule here beats it in both figures."
+    by = "" if not timed else f"those of speed by bootstrap over {len(_timed_of(result, task))} timed prompts"
     if have:
         charts.append(
             Chart(
                 "quality-tau",
                 f"{quality} against tau",
                 f"Bars: 95% intervals. {front}",
-                lambda: _trade(have, bars, lambda row: (row["tau"], row["tau_low"], row["tau_high"]), "tau", quality),
+                lambda: _trade(have, arms, bars, _taus(have), "tau", quality),
             )
         )
     if timed:
@@ -69,8 +89,8 @@ def task_charts(result: Mapping[str, Any], task: str) -> list[Chart]:
             Chart(
                 "quality-speed",
                 f"{quality} against speed",
-                f"Upright bars: 95% intervals; flat bars: least and most over prompts. {front}",
-                lambda: _trade(timed, bars, _speed, "speed over plain decoding", quality),
+                f"Bars: 95% intervals, {by}. {front}",
+                lambda: _trade(timed, arms, bars, speeds, "speed over plain decoding", quality),
             )
         )
     drafted = [row for row in rows if row["acceptance_by_position"]]
@@ -80,7 +100,7 @@ def task_charts(result: Mapping[str, Any], task: str) -> list[Chart]:
                 "acceptance",
                 "Acceptance by position",
                 "Share of rounds with a draft of that length in which its token at each place was kept.",
-                lambda: _acceptance(drafted, [row["arm"] for row in rows]),
+                lambda: _acceptance(drafted, arms),
             )
         )
     return charts
@@ -91,23 +111,24 @@ def radius_charts(result: Mapping[str, Any]) -> list[tuple[str, Chart]]:
     charts = []
     for arm, entry in result["arms"].items():
         points = [
-            (judged[2], judged[1], Reason(judged[3]))
-            for record in entry["items"].values()
-            for judged in record["judged"]
-            if judged[1] is not None and judged[2] is not None
+            Judged(item, index, js, radius, Reason(reason), prob)
+            for item, record in entry["items"].items()
+            for index, js, radius, reason, prob, *_ in record["judged"]
+            if js is not None and radius is not None
         ]
         if points:
             shown = random.Random(0).sample(points, MOST_POINTS) if len(points) > MOST_POINTS else points
             share = "" if shown is points else f" {MOST_POINTS} of {len(points):,} drawn at random."
+            shown = sorted(shown, key=lambda point: (point.reason != Reason.REJECTED, point.reason, point.radius))
             words = (
                 "One point for each drafted token that the heads were asked about, by the rule's verdict, also behind "
                 f"a rejection. On or under the line, Eq. 6 would keep it. Square-root axes.{share}"
             )
-            charts.append((arm, Chart("js-radius", arm, words, _scatter_of(shown))))
+            charts.append((arm, Chart("js-radius", arm, words, _scatter_of(shown), tuple(shown))))
     return charts
 
 
-def _scatter_of(points: Sequence[tuple[float, float, Reason]]) -> Callable[[], Figure]:
+def _scatter_of(points: Sequence[Judged]) -> Callable[[], Figure]:
     return lambda: _scatter(points)
 
 
@@ -134,7 +155,7 @@ def _style(arms: Sequence[str], arm: str, rule: str) -> tuple[str, str, str]:
     return SERIES[i % len(SERIES)], MARKERS[(i + i // len(SERIES)) % len(MARKERS)], LINES[i // len(SERIES) % len(LINES)]
 
 
-def _quality(result: Mapping[str, Any], row: Row, graded: bool) -> tuple[float, float, float] | None:
+def _quality(result: Mapping[str, Any], row: Row, graded: bool) -> _Bar | None:
     """Value, low and high: accuracy in per cent, or the mean log-probability in nats a token."""
     if graded:
         return 100 * row["accuracy"], 100 * row["accuracy_low"], 100 * row["accuracy_high"]
@@ -149,22 +170,36 @@ def _quality(result: Mapping[str, Any], row: Row, graded: bool) -> tuple[float, 
     return row["logprob_mean"], low, high
 
 
-def _speed(row: Row) -> tuple[float, float, float]:
-    ratio = row["over_plain"]
-    return ratio["median"], ratio["min"], ratio["max"]
+def _taus(rows: Sequence[Row]) -> dict[str, _Bar]:
+    return {row["arm"]: (row["tau"], row["tau_low"], row["tau_high"]) for row in rows}
+
+
+def _speed(result: Mapping[str, Any], row: Row) -> _Bar | None:
+    """Median speed over plain decoding with its interval over prompts, where it was timed."""
+    speed = result["speed"]
+    if row["over_plain"] is None or speed is None or not {row["arm"], PLAIN} <= speed["arms"].keys():
+        return None
+    timed = _timed_of(result, row["task"])
+    if not timed:
+        return None
+    return row["over_plain"]["median"], *median_interval(speed_ratios(speed, row["arm"], PLAIN, timed))
+
+
+def _timed_of(result: Mapping[str, Any], task: str) -> list[str]:
+    return [item for item in result["speed"]["items"] if task in ("all", result["prompts"][item]["task"])]
 
 
 def _trade(
     rows: Sequence[Row],
-    bars: Mapping[str, tuple[float, float, float] | None],
-    along: Callable[[Row], tuple[float, float, float]],
+    arms: Sequence[str],
+    bars: Mapping[str, _Bar | None],
+    along: Mapping[str, _Bar],
     name: str,
     quality: str,
 ) -> Figure:
     """Quality against a figure of speed, with the front of rules that none beats in both."""
     figure, axes = _figure(-(-len(rows) // _columns(rows)))
-    arms = [row["arm"] for row in rows]
-    points = [(along(row), bars[row["arm"]] or (0.0, 0.0, 0.0)) for row in rows]
+    points = [(along[row["arm"]], bars[row["arm"]] or (0.0, 0.0, 0.0)) for row in rows]
     marks = is_on_front([(x[0], y[0]) for x, y in points])
     front = sorted((x[0], y[0]) for (x, y), mark in zip(points, marks, strict=True) if mark)
     axes.plot([x for x, _ in front], [y for _, y in front], color=GREY, linewidth=1, linestyle="--", zorder=1)
@@ -202,22 +237,23 @@ def _acceptance(rows: Sequence[Row], arms: Sequence[str]) -> Figure:
     return figure
 
 
-def _scatter(points: Sequence[tuple[float, float, Reason]]) -> Figure:
-    """Divergence (upward) against radius, both in nats, on square-root axes that show small values too."""
+def _scatter(points: Sequence[Judged]) -> Figure:
+    """Divergence (upward) against radius, both in nats, on square-root axes that show small values too. points: by
+    reason."""
     import numpy as np
 
-    reasons = sorted({reason for _, _, reason in points}, key=lambda reason: (reason != Reason.REJECTED, reason))
+    reasons = list(dict.fromkeys(point.reason for point in points))
     figure, axes = _figure(-(-len(reasons) // 3))
-    most = max(max(x, y) for x, y, _ in points) * 1.08 or 1.0
+    most = max(max(point.radius, point.js) for point in points) * 1.08 or 1.0
     axes.plot([0, most], [0, most], color=GREY, linewidth=1, linestyle="--", zorder=1)
     for reason in reasons:
-        x, y = ([p[i] for p in points if p[2] == reason] for i in (0, 1))
+        mine = [point for point in points if point.reason == reason]
         is_kept = reason != Reason.REJECTED
         axes.plot(
-            x, y,
+            [point.radius for point in mine], [point.js for point in mine], gid=f"points-{int(reason)}",
             color=STYLES[reason].colour, marker="o" if is_kept else "x", markersize=4 if is_kept else 3.5,
             linestyle="", markeredgewidth=0 if is_kept else 0.9, alpha=0.75,
-            label=f"{STYLES[reason].label} ({len(x)})",
+            label=f"{STYLES[reason].label} ({len(mine)})",
         )  # fmt: skip
     for axis, label, limit in (
         ("x", "radius, nats", axes.set_xlim),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from dropmatch.errors import DataError
 
 _NUMBER = (int, float)
 _MAYBE = (int, float, type(None))
+_SETTINGS = {"target": str, "draft": (str, type(None)), "dtype": str, "k": int, "p_drop": (int, float, str)}
 _ARM = {"rule": str, "draft_length": int, "items": dict}
 _PROMPT = {"task": str, "turns": list}
 _RECORD = {"tokens": list, "text": str, "reasons": list, "logprobs": list, "lossy": list, "judged": list, "score": dict}
@@ -39,6 +40,8 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     _NUMBER: "a finite number",
     _MAYBE: "a finite number or null",
+    (str, type(None)): "text or null",
+    (int, float, str): "a finite number or text",
     (bool, type(None)): "true, false or null",
     (dict, type(None)): "an object or null",
 }
@@ -49,10 +52,12 @@ def load_results(path: Path) -> dict[str, Any]:
 
     Raises DataError naming the file and the position, kind or key that is wrong."""
     result = read_compare(path)
-    _fields(path, "", result, {"summary": list, "provenance": dict})
-    _fields(path, "settings", result["settings"], {"target": str, "dtype": str})
+    _fields(path, "", result, {"summary": list, "speed": (dict, type(None)), "provenance": dict})
+    _fields(path, "settings", result["settings"], _SETTINGS)
+    _fields(path, "provenance", result["provenance"], {"command": str, "date": str})
     for item, prompt in result["prompts"].items():
         _fields(path, f"prompts[{item!r}]", prompt, _PROMPT)
+        _entries(path, f"prompts[{item!r}].turns", prompt["turns"], str)
     for name, arm in result["arms"].items():
         at = f"arms[{name!r}]"
         _fields(path, at, arm, _ARM)
@@ -66,10 +71,45 @@ def load_results(path: Path) -> dict[str, Any]:
     if not result["summary"]:
         raise _error(path, "'summary' has no rows")
     for i, row in enumerate(result["summary"]):
-        _fields(path, f"summary[{i}]", row, _ROW)
-        if row["arm"] not in result["arms"]:
-            raise _error(path, f"summary[{i}].arm is {row['arm']!r}, which is none of arms")
+        _check_row(path, f"summary[{i}]", row, result)
+    if result["speed"] is not None:
+        _check_speed(path, result["speed"], result["prompts"])
     return result
+
+
+def _check_row(path: Path, at: str, row: Any, result: Mapping[str, Any]) -> None:
+    _fields(path, at, row, _ROW)
+    if row["arm"] not in result["arms"]:
+        raise _error(path, f"{at}.arm is {row['arm']!r}, which is none of arms")
+    _entries(path, f"{at}.acceptance_by_position", row["acceptance_by_position"], _NUMBER)
+    _entries(path, f"{at}.metrics", list(row["metrics"].values()), _NUMBER)
+    for value, *bounds in (
+        ("accuracy", "accuracy_low", "accuracy_high"),
+        ("accuracy_difference", "difference_low", "difference_high", "gained", "lost", "p_value"),
+    ):
+        if row[value] is not None:
+            _fields(path, at, row, dict.fromkeys(bounds, _NUMBER))
+    for key in ("over_plain", "over_lossless"):
+        if row[key] is not None:
+            _fields(path, f"{at}.{key}", row[key], dict.fromkeys(("median", "min", "max"), _NUMBER))
+
+
+def _check_speed(path: Path, speed: Mapping[str, Any], prompts: Mapping[str, Any]) -> None:
+    """Seconds and tokens of each timed prompt under each rule, from which speeds' intervals are made."""
+    _fields(path, "speed", speed, {"items": list, "arms": dict})
+    _entries(path, "speed.items", speed["items"], str)
+    for item in speed["items"]:
+        if item not in prompts:
+            raise _error(path, f"prompts[{item!r}] is missing, though it was timed")
+    for name, arm in speed["arms"].items():
+        at = f"speed.arms[{name!r}]"
+        _fields(path, at, arm, {"seconds": dict, "tokens": dict})
+        _fields(path, f"{at}.seconds", arm["seconds"], dict.fromkeys(speed["items"], list))
+        _fields(path, f"{at}.tokens", arm["tokens"], dict.fromkeys(speed["items"], int))
+        for item in speed["items"]:
+            _entries(path, f"{at}.seconds[{item!r}]", arm["seconds"][item], _NUMBER)
+            if not arm["seconds"][item] or min(*arm["seconds"][item], arm["tokens"][item]) <= 0:
+                raise _error(path, f"{at} has no time or no token of {item!r}")
 
 
 def _check_record(path: Path, at: str, record: Any) -> None:
@@ -79,23 +119,25 @@ def _check_record(path: Path, at: str, record: Any) -> None:
     for key in ("reasons", "logprobs", "pieces"):
         if key in record and (not isinstance(record[key], list) or len(record[key]) != tokens):
             raise _error(path, f"{at}.{key} is not a list of {tokens} entries, one for each token")
-    for key, kind in (("tokens", int), ("logprobs", _NUMBER), ("pieces", str)):
-        if not all(_is(value, kind) for value in record.get(key, ())):
-            raise _error(path, f"{at}.{key} has an entry that is not {_NAMES[kind]}")
+    for key, kind in (("tokens", int), ("reasons", int), ("logprobs", _NUMBER), ("pieces", str)):
+        _entries(path, f"{at}.{key}", record.get(key, ()), kind)
     known = {int(reason) for reason in Reason}
     unknown = next((code for code in record["reasons"] if code not in known), None)
     if unknown is not None:
         raise _error(path, f"{at}.reasons has {unknown!r}, which is none of the codes 0 to {max(known)}")
     for i, token in enumerate(record["lossy"]):
         _fields(path, f"{at}.lossy[{i}]", token, _LOSSY)
+        if not _is(token.get("best_piece", ""), str):
+            raise _error(path, f"{at}.lossy[{i}].best_piece is not text")
     for i, entry in enumerate(record["judged"]):
         if (
             not isinstance(entry, list)
-            or len(entry) < 4
-            or not all(_is(value, _MAYBE) for value in entry)
+            or len(entry) < 5
+            or not all(_is(value, kind) for value, kind in zip(entry, (int, _MAYBE, _MAYBE, int, _MAYBE), strict=False))
             or entry[3] not in known
+            or entry[0] >= tokens
         ):
-            raise _error(path, f"{at}.judged[{i}] is not [index, divergence, radius, reason]")
+            raise _error(path, f"{at}.judged[{i}] is not [index, divergence, radius, reason, probability]")
 
 
 def _fields(path: Path, at: str, value: Any, wanted: Mapping[str, Any]) -> None:
@@ -108,6 +150,11 @@ def _fields(path: Path, at: str, value: Any, wanted: Mapping[str, Any]) -> None:
             raise _error(path, f"{name} is missing")
         if not _is(value[key], kinds):
             raise _error(path, f"{name} is not {_NAMES[kinds]}")
+
+
+def _entries(path: Path, at: str, values: Iterable[Any], kinds: Any) -> None:
+    if not all(_is(value, kinds) for value in values):
+        raise _error(path, f"{at} has an entry that is not {_NAMES[kinds]}")
 
 
 def _is(value: Any, kinds: Any) -> bool:

@@ -28,25 +28,33 @@
         : part === "\t" ? [make("span", { className: "mark", textContent: "⇥" }), "\t"] : [part]);
   };
 
+  const quoted = (piece) => `“${named(piece).replace(/\n/g, "↵").replace(/\t/g, "⇥")}”`;
+  const divergence = (js, radius) => {
+    const figure = (x) => x === null ? "unknown" : x.toFixed(4);
+    return `divergence ${figure(js)}, radius ${figure(radius)} nats`;
+  };
+
   // -- strips
   const describe = (strip, i) => {
     const [label, words] = data.reasons[strip.reasons[i]];
-    const lines = [`${label}: ${words}`, `token ${strip.tokens[i]}, place ${i}`];
-    if (strip.logprobs[i] !== null) lines.push(`log-probability ${strip.logprobs[i].toFixed(2).replace("-", "−")}`);
-    const lossy = strip.lossy[i];
-    if (lossy) lines.push(`lossy: probability ${lossy[1].toFixed(4)}; the target's own token is ${lossy[0]} (${lossy[2].toFixed(4)})`);
+    const lines = [`${quoted(strip.pieces[i])}, token ${strip.tokens[i]}, place ${i}`, `${label}: ${words}`];
+    const lossy = strip.lossy[i], judged = strip.judged[i];
+    const prob = lossy ? lossy[2] : Math.exp(strip.logprobs[i]);
+    lines.push(`probability ${prob.toFixed(4)}, log-probability ${strip.logprobs[i].toFixed(2).replace("-", "−")}`);
+    if (lossy) lines.push(`lossy: the target's own token is ${lossy[1] === null ? `token ${lossy[0]}` : quoted(lossy[1])}, probability ${lossy[3].toFixed(4)}`);
+    if (judged) lines.push(divergence(judged[0], judged[1]));
     return lines.join("\n");
   };
-  const place = (token) => {
-    tip.textContent = token.description;
+  const place = (text, box) => {
+    tip.textContent = text;
     tip.hidden = false;
-    const box = (token.getClientRects()[0] || token.getBoundingClientRect());
     const width = tip.offsetWidth, height = tip.offsetHeight;
     const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8));
     const above = box.top - height - 6;
     tip.style.left = `${left}px`;
     tip.style.top = `${above >= 4 ? above : box.bottom + 6}px`;
   };
+  const placeAt = (token) => place(token.description, token.getClientRects()[0] || token.getBoundingClientRect());
   const stripOf = (name, strip) => {
     const tokens = strip.pieces.map((piece, i) => {
       const token = make("span", { className: `token r${strip.reasons[i]}${i in strip.lossy ? " lossy" : ""}`, tabIndex: i ? -1 : 0 }, ...shown(piece));
@@ -59,11 +67,11 @@
     box.setAttribute("aria-label", `Tokens of ${name}. Arrow keys move from token to token.`);
     box.addEventListener("pointerover", (event) => {
       const token = event.target.closest(".token");
-      if (token) place(token); else tip.hidden = true;
+      if (token) placeAt(token); else tip.hidden = true;
     });
     box.addEventListener("pointerleave", () => { tip.hidden = true; });
     box.addEventListener("scroll", () => { tip.hidden = true; });
-    box.addEventListener("focusin", (event) => { if (event.target.description) place(event.target); });
+    box.addEventListener("focusin", (event) => { if (event.target.description) placeAt(event.target); });
     box.addEventListener("focusout", () => { tip.hidden = true; });
     box.addEventListener("keydown", (event) => {
       if (event.key === "Escape") tip.hidden = true;
@@ -81,6 +89,7 @@
       make("h3", {}, name, make("small", { textContent: `${tokens.length} tokens, ${lossy} lossy` })), box);
   };
   const strips = document.getElementById("strips");
+  let openToken = () => false;  // shows a token of a rule's answer to a prompt, where it was written out
   if (data.strips.length === 0) {
     strips.append(make("p", { textContent: "No single tokens were written out; dropmatch compare --strips N does." }));
   } else {
@@ -98,8 +107,77 @@
     rules.append(make("option", { value: "every", textContent: "every rule" }));
     rules.value = String(names.reduce((best, name, i) => (count(name) > count(names[best]) ? i : best), 0));
     strips.append(make("div", { className: "controls" }, itemLabel, ruleLabel), out);
+    if (data.strips.length < data.strips_of) {
+      strips.append(make("p", { className: "note", textContent: `${data.strips.length} of ${data.strips_of} prompts that were written out; the results file has all.` }));
+    }
     show();
+    openToken = (item, arm, at) => {
+      const i = data.strips.findIndex((entry) => entry.item === item && arm in entry.arms);
+      if (i < 0) return false;
+      items.value = String(i);
+      rules.value = String(names.indexOf(arm));
+      show();
+      const token = out.querySelectorAll(".token")[at];
+      out.querySelector(".token[tabindex='0']").tabIndex = -1;
+      token.tabIndex = 0;
+      token.focus();
+      return true;
+    };
   }
+
+  // -- divergence and radius
+  document.querySelectorAll(".scatters svg").forEach((svg, number) => {
+    const { arm, points } = data.points[number];
+    const marks = Array.from(svg.querySelectorAll('[id*="-points-"] use'), (mark) => [Number(mark.getAttribute("x")), Number(mark.getAttribute("y"))]);
+    const order = points.map((_, i) => i).sort((a, b) => points[a][4] - points[b][4]);
+    const ring = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+    ring.setAttribute("r", "6");
+    ring.setAttribute("class", "ring");
+    let at = -1;  // the point that is shown
+    const describe = ([item, index, reason, js, radius, prob]) => {
+      const [label, words] = data.reasons[reason];
+      const where = index >= 0 ? `token ${index}` : reason ? "a draft behind a rejected token" : "a draft";
+      return [`${where} of ${data.items[item]}`, `${label}: ${words}`, divergence(js, radius),
+        ...(prob === null ? [] : [`probability ${prob.toFixed(4)}`])].join("\n");
+    };
+    const show = (i) => {
+      at = i;
+      if (i < 0) { ring.remove(); tip.hidden = true; return; }
+      ring.setAttribute("cx", marks[i][0]);
+      ring.setAttribute("cy", marks[i][1]);
+      svg.append(ring);
+      place(describe(points[i]), ring.getBoundingClientRect());
+    };
+    const nearest = (event) => {
+      const from = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+      let best = -1, least = 10;
+      marks.forEach(([x, y], i) => {
+        const far = Math.hypot(x - from.x, y - from.y);
+        if (far < least) { best = i; least = far; }
+      });
+      return best;
+    };
+    const follow = () => at >= 0 && points[at][1] >= 0 && openToken(data.items[points[at][0]], arm, points[at][1]);
+    svg.tabIndex = 0;
+    svg.setAttribute("aria-describedby", "tip");
+    svg.addEventListener("pointermove", (event) => { if (event.pointerType !== "touch") show(nearest(event)); });
+    svg.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
+    svg.addEventListener("click", (event) => {  // on a touch screen the first tap shows a point, the second leads on
+      const i = nearest(event);
+      if (i >= 0 && i === at) follow(); else show(i);
+    });
+    svg.addEventListener("focus", () => tip.setAttribute("aria-live", "polite"));
+    svg.addEventListener("blur", () => { tip.removeAttribute("aria-live"); show(-1); });
+    svg.addEventListener("keydown", (event) => {
+      const rank = order.indexOf(at);
+      const steps = { ArrowRight: rank + 1, ArrowDown: rank + 1, ArrowLeft: rank - 1, ArrowUp: rank - 1, Home: 0, End: order.length - 1 };
+      if (event.key === "Escape") show(-1);
+      else if (event.key === "Enter") follow();
+      else if (event.key in steps) show(order[Math.max(0, Math.min(order.length - 1, steps[event.key]))]);
+      else return;
+      event.preventDefault();
+    });
+  });
 
   // -- answers
   const near = 160;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def render(result: Mapping[str, Any], *, source: str) -> str:
         for i, task in enumerate(_tasks(result))
     ]
     reasons = _reasons(result)
+    scatters = radius_charts(result)
     page = environment.get_template("page.html.j2").render(
         source=source,
         settings=result["settings"],
@@ -104,10 +106,11 @@ def render(result: Mapping[str, Any], *, source: str) -> str:
         num_prompts=len(result["prompts"]),
         num_arms=len(result["arms"]),
         tasks=tasks,
-        radius=_drawn([chart for _, chart in radius_charts(result)], "r"),
+        radius=_drawn([chart for _, chart in scatters], "r"),
         reasons=[(reason, STYLES[reason]) for reason in reasons],
+        shares=_reason_shares(result, reasons),
         references={arm for arm in result["arms"] if reference_arm(result["arms"], arm) == arm},
-        data=_script_json(_payload(result, reasons)),
+        data=_script_json(_payload(result, scatters)),
         plain=_plain,
     )
     return clean(page)
@@ -156,11 +159,33 @@ def _reasons(result: Mapping[str, Any]) -> list[Reason]:
     return [Reason(code) for code in sorted(codes)]
 
 
-def _payload(result: Mapping[str, Any], reasons: Sequence[Reason]) -> dict[str, Any]:
+def _reason_shares(result: Mapping[str, Any], reasons: Sequence[Reason]) -> dict[str, list[float | None]]:
+    """By rule, the share of its tokens that were kept for each reason; None where there is none."""
+    shares = {}
+    for name, arm in result["arms"].items():
+        counts = Counter(code for record in arm["items"].values() for code in record["reasons"])
+        shares[name] = [counts[reason] / counts.total() if counts[reason] else None for reason in reasons]
+    return shares
+
+
+def _payload(result: Mapping[str, Any], scatters: Sequence[tuple[str, Chart]]) -> dict[str, Any]:
     answers = _answers(result)
+    items = list(result["prompts"])
     return {
-        "reasons": {int(reason): [STYLES[reason].label, STYLES[reason].words] for reason in reasons},
+        "reasons": {int(reason): [style.label, style.words] for reason, style in STYLES.items()},
+        "items": items,
+        "points": [
+            {
+                "arm": arm,
+                "points": [
+                    [items.index(p.item), p.index, int(p.reason), round(p.js, 4), round(p.radius, 4), _rounded(p.prob)]
+                    for p in chart.points
+                ],
+            }
+            for arm, chart in scatters
+        ],
         "strips": _strips(result),
+        "strips_of": sum(any(arm["items"][item].get("pieces") for arm in result["arms"].values()) for item in items),
         "answers": answers,
         "answers_of": len(result["prompts"]),
     }
@@ -170,18 +195,10 @@ def _strips(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Items whose tokens were written out, with each rule's pieces, reasons and lossy tokens."""
     strips: list[dict[str, Any]] = []
     used = 0
+    known = _known_pieces(result)
     for item, prompt in result["prompts"].items():
         arms = {
-            name: {
-                "pieces": record["pieces"],
-                "tokens": record["tokens"],
-                "reasons": record["reasons"],
-                "logprobs": [None if x is None else round(x, 2) for x in record["logprobs"]],
-                "lossy": {
-                    token["index"]: [token["best_token"], round(token["prob"], 4), round(token["best_prob"], 4)]
-                    for token in record["lossy"]
-                },
-            }
+            name: _strip(record, known)
             for name, arm in result["arms"].items()
             if (record := arm["items"][item]).get("pieces")
         }
@@ -189,6 +206,43 @@ def _strips(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         if arms and (used <= MOST_TEXT or not strips):
             strips.append({"item": item, "task": prompt["task"], "turns": prompt["turns"], "arms": arms})
     return strips
+
+
+def _strip(record: Mapping[str, Any], known: Mapping[int, str]) -> dict[str, Any]:
+    """Tokens of one answer. lossy: by place, the target's own token (id and text), probability of the kept one and of
+    the target's; judged: by place, divergence and radius where the heads were asked. known: texts of tokens by id."""
+    return {
+        "pieces": record["pieces"],
+        "tokens": record["tokens"],
+        "reasons": record["reasons"],
+        "logprobs": [round(x, 3) for x in record["logprobs"]],
+        "lossy": {
+            token["index"]: [
+                token["best_token"],
+                token.get("best_piece", known.get(token["best_token"])),
+                _rounded(token["prob"]),
+                _rounded(token["best_prob"]),
+            ]
+            for token in record["lossy"]
+        },
+        "judged": {index: [_rounded(js), _rounded(radius)] for index, js, radius, *_ in record["judged"] if index >= 0},
+    }
+
+
+def _known_pieces(result: Mapping[str, Any]) -> dict[int, str]:
+    """Texts of token ids that occur in strips, for files that do not name the target's own tokens in words."""
+    known: dict[int, str] = {}
+    for arm in result["arms"].values():
+        for record in arm["items"].values():
+            pieces = record.get("pieces", ())
+            for token, piece, before in zip(record["tokens"], pieces, ["-", *pieces], strict=False):
+                if piece and before:  # behind an empty piece stands the end of a character begun there
+                    known.setdefault(token, piece)
+    return known
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _answers(result: Mapping[str, Any]) -> list[dict[str, Any]]:

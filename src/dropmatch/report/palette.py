@@ -1,4 +1,9 @@
-"""Colours and words of a report. The colours are Okabe and Ito's, which most colour-blind readers can tell apart."""
+"""Colours and words of a report.
+
+The colours start from Okabe and Ito's, which most colour-blind readers can tell apart; the light ones are darker here,
+so that each has a contrast of 3 or more on the light and on the dark page. No meaning rests on colour alone: markers,
+lines and underlines differ too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,10 @@ from dropmatch.core.reasons import Reason
 
 INK, FAINT, SURFACE = "#1d2329", "#d5dae0", "#fdfdfe"
 """Text and axes, grid, background. A page puts its own colours in their place."""
-GREY, ORANGE, SKY, GREEN = "#87909a", "#e69f00", "#56b4e9", "#009e73"
-YELLOW, BLUE, VERMILLION, PURPLE = "#d8c400", "#3f8fd2", "#d55e00", "#cc79a7"
+GREY, ORANGE, SKY, GREEN = "#87909a", "#c58100", "#2a97cf", "#009e73"
+OLIVE, BLUE, VERMILLION, PURPLE = "#9a8c1e", "#4f74e0", "#d55e00", "#c5639b"
 
-SERIES = (ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLUE, YELLOW)
+SERIES = (ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLUE, OLIVE)
 MARKERS = "osD^vPX"
 LINES = ("-", "--", ":", "-.")
 
@@ -38,7 +43,7 @@ STYLES: dict[Reason, ReasonStyle] = {
     Reason.EXPECTED_JS: ReasonStyle("expected-js", "Eq. 6 in closed form", ORANGE, "dashed"),
     Reason.EXPECTED_MAJORITY: ReasonStyle("expected-majority", "Eq. 7 in closed form", VERMILLION, "dashed"),
     Reason.EXPECTED_HEAD: ReasonStyle("expected-head", "Eq. 4 in closed form", PURPLE, "dashed"),
-    Reason.JUDGE: ReasonStyle("judge", "a trained head finds it harmless", YELLOW),
+    Reason.JUDGE: ReasonStyle("judge", "a trained head finds it harmless", OLIVE, "double"),
 }
 for _reason in Reason:  # rules of other papers: one answer holds one or two of them, so one colour will do
     STYLES.setdefault(
