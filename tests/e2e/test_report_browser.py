@@ -189,6 +189,17 @@ def test_a_tap_shows_a_point_and_a_second_one_leads_on(browser: Any, page_file: 
     context.close()
 
 
+def test_a_tip_goes_along_and_goes_away_as_the_page_scrolls(open_tab: Any) -> None:
+    page = open_tab().page
+    tip = page.locator("#tip")
+    page.locator(".tokens .token").first.focus()
+    before = tip.bounding_box()["y"]
+    page.evaluate("window.scrollBy({ top: -40, behavior: 'instant' })")
+    page.wait_for_function(f"Math.abs(document.getElementById('tip').getBoundingClientRect().top - {before} - 40) < 1")
+    page.evaluate("window.scrollTo({ top: 0, behavior: 'instant' })")
+    tip.wait_for(state="hidden")
+
+
 @pytest.mark.parametrize("width", [390, 1200])
 def test_nothing_is_wider_than_the_window(open_tab: Any, width: int) -> None:
     page = open_tab(width).page

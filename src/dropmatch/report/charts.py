@@ -251,7 +251,7 @@ def _scatter(points: Sequence[Judged]) -> Figure:
         is_kept = reason != Reason.REJECTED
         axes.plot(
             [point.radius for point in mine], [point.js for point in mine], gid=f"points-{int(reason)}",
-            color=STYLES[reason].colour, marker="o" if is_kept else "x", markersize=4 if is_kept else 3.5,
+            color=STYLES[reason].colour, marker=STYLES[reason].marker, markersize=4 if is_kept else 3.5,
             linestyle="", markeredgewidth=0 if is_kept else 0.9, alpha=0.75,
             label=f"{STYLES[reason].label} ({len(mine)})",
         )  # fmt: skip

@@ -45,16 +45,26 @@
     if (judged) lines.push(divergence(judged[0], judged[1]));
     return lines.join("\n");
   };
-  const place = (text, box) => {
-    tip.textContent = text;
-    tip.hidden = false;
-    const width = tip.offsetWidth, height = tip.offsetHeight;
-    const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8));
-    const above = box.top - height - 6;
+  let anchor = null;  // what the tip speaks of
+  const move = () => {
+    const box = anchor.getClientRects()[0] || anchor.getBoundingClientRect();
+    const frame = anchor.closest(".tokens")?.getBoundingClientRect() ?? { top: 0, bottom: window.innerHeight };
+    if (box.bottom <= Math.max(frame.top, 0) || box.top >= Math.min(frame.bottom, window.innerHeight)) { hide(); return; }
+    const left = Math.max(8, Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8));
+    const above = box.top - tip.offsetHeight - 6;
     tip.style.left = `${left}px`;
     tip.style.top = `${above >= 4 ? above : box.bottom + 6}px`;
   };
-  const placeAt = (token) => place(token.description, token.getClientRects()[0] || token.getBoundingClientRect());
+  const place = (text, element) => {
+    anchor = element;
+    tip.textContent = text;
+    tip.hidden = false;
+    move();
+  };
+  const hide = () => { anchor = null; tip.hidden = true; };
+  for (const happening of ["scroll", "resize"]) {
+    window.addEventListener(happening, () => { if (anchor) move(); }, { capture: true, passive: true });
+  }
   const stripOf = (name, strip) => {
     const tokens = strip.pieces.map((piece, i) => {
       const token = make("span", { className: `token r${strip.reasons[i]}${i in strip.lossy ? " lossy" : ""}`, tabIndex: i ? -1 : 0 }, ...shown(piece));
@@ -67,14 +77,13 @@
     box.setAttribute("aria-label", `Tokens of ${name}. Arrow keys move from token to token.`);
     box.addEventListener("pointerover", (event) => {
       const token = event.target.closest(".token");
-      if (token) placeAt(token); else tip.hidden = true;
+      if (token) place(token.description, token); else hide();
     });
-    box.addEventListener("pointerleave", () => { tip.hidden = true; });
-    box.addEventListener("scroll", () => { tip.hidden = true; });
-    box.addEventListener("focusin", (event) => { if (event.target.description) placeAt(event.target); });
-    box.addEventListener("focusout", () => { tip.hidden = true; });
+    box.addEventListener("pointerleave", hide);
+    box.addEventListener("focusin", (event) => { if (event.target.description) place(event.target.description, event.target); });
+    box.addEventListener("focusout", hide);
     box.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") tip.hidden = true;
+      if (event.key === "Escape") hide();
       const at = tokens.indexOf(document.activeElement);
       const steps = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 };
       if (at < 0 || !(event.key in steps)) return;
@@ -97,7 +106,7 @@
     const show = () => {
       const entry = data.strips[Number(items.value)];
       const names = rules.value === "every" ? Object.keys(entry.arms) : [rules.selectedOptions[0].textContent].filter((name) => name in entry.arms);
-      tip.hidden = true;
+      hide();
       out.replaceChildren(prompt(entry), ...names.map((name) => stripOf(name, entry.arms[name])));
     };
     const count = (name) => data.strips.reduce((sum, entry) => sum + Object.keys(entry.arms[name]?.lossy ?? {}).length, 0);
@@ -142,11 +151,11 @@
     };
     const show = (i) => {
       at = i;
-      if (i < 0) { ring.remove(); tip.hidden = true; return; }
+      if (i < 0) { ring.remove(); hide(); return; }
       ring.setAttribute("cx", marks[i][0]);
       ring.setAttribute("cy", marks[i][1]);
       svg.append(ring);
-      place(describe(points[i]), ring.getBoundingClientRect());
+      place(describe(points[i]), ring);
     };
     const nearest = (event) => {
       const from = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());

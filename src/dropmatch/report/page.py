@@ -134,6 +134,8 @@ def _drawn(charts: Sequence[Chart], prefix: str) -> list[dict[str, str]]:
 
 def _plain(value: Any) -> str:
     """A setting as one reads it."""
+    if value is None:
+        return "–"
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(entry, str | int | float) for entry in value):
