@@ -65,7 +65,7 @@
   for (const happening of ["scroll", "resize"]) {
     window.addEventListener(happening, () => { if (anchor) move(); }, { capture: true, passive: true });
   }
-  const stripOf = (name, strip) => {
+  const stripOf = (item, name, strip) => {
     const tokens = strip.pieces.map((piece, i) => {
       const token = make("span", { className: `token r${strip.reasons[i]}${i in strip.lossy ? " lossy" : ""}`, tabIndex: i ? -1 : 0 }, ...shown(piece));
       token.description = describe(strip, i);
@@ -95,7 +95,7 @@
     });
     const lossy = Object.keys(strip.lossy).length;
     return make("div", { className: "strip" },
-      make("h3", {}, name, make("small", { textContent: `${tokens.length} tokens, ${lossy} lossy` })), box);
+      make("h3", {}, name, make("small", { textContent: `${item}, ${tokens.length} tokens, ${lossy} lossy` })), box);
   };
   const strips = document.getElementById("strips");
   let openToken = () => false;  // shows a token of a rule's answer to a prompt, where it was written out
@@ -107,7 +107,7 @@
       const entry = data.strips[Number(items.value)];
       const names = rules.value === "every" ? Object.keys(entry.arms) : [rules.selectedOptions[0].textContent].filter((name) => name in entry.arms);
       hide();
-      out.replaceChildren(prompt(entry), ...names.map((name) => stripOf(name, entry.arms[name])));
+      out.replaceChildren(prompt(entry), ...names.map((name) => stripOf(entry.item, name, entry.arms[name])));
     };
     const count = (name) => data.strips.reduce((sum, entry) => sum + Object.keys(entry.arms[name]?.lossy ?? {}).length, 0);
     const names = [...new Set(data.strips.flatMap((entry) => Object.keys(entry.arms)))];
@@ -216,8 +216,8 @@
       const arm = entry.arms[name];
       const base = Array.from(entry.texts[arm.text]);  // by character, as `at` counts
       const start = base.slice(0, arm.at);
-      const parts = arm.token === null ? "The answers are the same." : `The answers part at token ${arm.token}.`;
-      out.replaceChildren(prompt(entry), make("p", { className: "note", textContent: parts }),
+      const parts = arm.token === null ? "the answers are the same" : `the answers part at token ${arm.token}`;
+      out.replaceChildren(prompt(entry), make("p", { className: "note", textContent: `${entry.item}: ${parts}.` }),
         make("div", { className: "pair" }, answerOf(arm.base, arm.correct[0], start, base.slice(arm.at)),
           answerOf(name, arm.correct[1], start, Array.from(arm.rest))));
     };
