@@ -241,7 +241,7 @@ def test_closed_form_rules_ask_no_heads(v1: Report) -> None:
 
 
 def test_logprobs_are_the_targets_own_also_where_a_lossy_token_was_kept(v1: Report) -> None:
-    """The steering logit must not be what is reported: a kept token that is not the best has a lower log-probability."""
+    """The steering logit must not be what is reported: a kept token that is not the best has a lower one."""
     assert v1.tokens("lossy logprobs") == v1.tokens("lossy")
     below = 0
     for output in v1.jobs["lossy logprobs"]["outputs"]:

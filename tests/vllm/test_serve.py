@@ -152,6 +152,14 @@ def test_a_bad_field_is_a_bad_request_that_names_it(
     assert says in str(refused.value)
 
 
+def test_a_bad_stream_is_refused_before_it_begins(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    with pytest.raises(openai.BadRequestError, match="dropmatch_k=0"):
+        client.chat.completions.create(
+            model="tiny", messages=messages, stream=True, extra_body={"vllm_xargs": {"dropmatch_k": 0}}
+        )
+
+
 def test_counters_stand_beside_the_stock_ones(client: openai.OpenAI, server: str) -> None:
     before = _metrics(server)
     _text(client)
@@ -180,7 +188,7 @@ async def _visit(client: openai.AsyncOpenAI, number: int) -> str:
         )
     except openai.BadRequestError:
         return "refused"
-    seen = 0
+    seen, finish = 0, None
     async for chunk in stream:
         seen += 1
         if kind == "leaves" and seen == 2:

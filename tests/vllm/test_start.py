@@ -75,7 +75,7 @@ def test_ngrams_serve_rules_without_distributions_alone(pair: tuple[Path, Path],
         return configure(pair, {"rule": rule, **options}, speculative_config=NGRAM)
 
     if rule in {"dropmatch", "dropmatch-paper", "js", "dropmatch-expected", "expected-js"}:
-        with pytest.raises(ConfigError, match="'ngram' gives none here.*eagle3.*dropmatch-naive.*point_mass"):
+        with pytest.raises(ConfigError, match=r"'ngram' gives none here.*eagle3.*dropmatch-naive.*point_mass"):
             start()
         assert start(point_mass=True) is not None
     else:
@@ -120,7 +120,7 @@ def test_a_changed_signature_is_refused_by_name(pair: tuple[Path, Path], monkeyp
 
 
 def test_every_seam_of_the_v1_runner_is_there() -> None:
-    compat.check_vllm(compat.COMMON + compat.V1)
+    compat.check_vllm(compat.COMMON + compat.REQUESTS + compat.V1)
 
 
 class _Executor:
@@ -133,7 +133,7 @@ class _Executor:
 
 def test_a_worker_without_the_hook_is_an_error(pair: tuple[Path, Path]) -> None:
     vllm_config = configure(pair, {})
-    with pytest.raises(StateError, match="1 of 1 workers run without it.*OtherRunner"):
+    with pytest.raises(StateError, match=r"1 of 1 workers run without it.*OtherRunner"):
         engine.check_workers(_Executor(), vllm_config)
 
 

@@ -54,6 +54,14 @@ COMMON = (
     Seam("vllm.v1.metrics.loggers:StatLoggerManager.record", ("self", "scheduler_stats", "iteration_stats")),
     Seam("vllm.v1.engine.input_processor:InputProcessor._validate_params", ("self", "params")),
 )
+REQUESTS = tuple(
+    Seam(f"vllm.entrypoints.openai.{module}.protocol:{name}.to_sampling_params", ("self",))
+    for module, name in (
+        ("completion", "CompletionRequest"),
+        ("chat_completion", "ChatCompletionRequest"),
+        ("responses", "ResponsesRequest"),
+    )
+)
 V1 = (
     Seam(
         "vllm.v1.sample.rejection_sampler:rejection_sample",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -22,13 +23,16 @@ _COUNTERS = "_dropmatch_counters"
 
 def install(vllm_config: Any) -> None:
     """Check everything and wrap the front end. Raises ConfigError or UnsupportedVLLMError."""
-    compat.check_vllm(compat.COMMON)
+    compat.check_vllm(compat.COMMON + compat.REQUESTS)
     config = check_config(vllm_config)
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     wrap(InputProcessor, "_validate_params", _checks_request)
+    for seam in compat.REQUESTS:
+        owner, _, name = seam.path.rpartition(".")
+        wrap(compat.Seam(owner, ()).find(), name, functools.partial(_checks_early, vllm_config=vllm_config))
     wrap(StatLoggerManager, "__init__", _makes_counters)
     wrap(StatLoggerManager, "record", _counts)
     wrap(InprocClient, "__init__", _calibrates)
@@ -140,15 +144,31 @@ def _checks_request(original: Any) -> Any:
     def validate_params(self: Any, params: Any, *args: Any, **options: Any) -> Any:
         output = original(self, params, *args, **options)
         if hasattr(params, "extra_args") and given_config(self.vllm_config) is not None:
-            from vllm.exceptions import VLLMValidationError
-
-            try:
-                check_request(params, self.vllm_config)
-            except ConfigError as error:
-                raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
+            _refuse_bad(params, self.vllm_config)
         return output
 
     return validate_params
+
+
+def _checks_early(original: Any, *, vllm_config: Any) -> Any:
+    """The server calls this before it begins to answer: a stream that has begun can no longer be a bad request."""
+
+    def to_sampling_params(self: Any, *args: Any, **options: Any) -> Any:
+        params = original(self, *args, **options)
+        _refuse_bad(params, vllm_config)
+        return params
+
+    return to_sampling_params
+
+
+def _refuse_bad(params: Any, vllm_config: Any) -> None:
+    """Raise vLLM's own error for bad requests, which its server answers with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        check_request(params, vllm_config)
+    except ConfigError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 
 def _makes_counters(original: Any) -> Any:
