@@ -14,7 +14,10 @@ import tiny
 from dropmatch.cli import main
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NASTY = "</script><script>alert(1)</script> <b>&amp; \u202eright-to-left שלום \U0001f9ea\u200d \ud800 \x00"
+NASTY = (
+    "</script><script>alert(1)</script> <b>&amp; \u202eright-to-left שלום "
+    "\U0001f9ea\u200d \U0001f469\u200d\U0001f467 \ud800 \x00"
+)
 
 
 def run(*arguments: str) -> None:
@@ -113,6 +116,7 @@ def test_hostile_text_is_shown_as_text(open_tab: Any) -> None:
     piece = page.locator(".token").filter(has_text="alert(1)").first
     assert "</script>" in piece.inner_text()
     assert "⟨U+202E⟩" in piece.inner_text()
+    assert "\U0001f9ea⟨U+200D⟩ \U0001f469\u200d\U0001f467 \ufffd ⟨U+0000⟩" in piece.inner_text()
     page.locator("#pairs select").nth(1).select_option(label="dropmatch L=3")
     assert "<script>alert(1)</script> <b>&amp; " in page.locator(".parted").last.inner_text()
     assert page.locator("main b", has_text="right-to-left").count() == 0

@@ -337,6 +337,35 @@ def test_the_front_is_filled_and_the_rest_is_not() -> None:
     assert False in filled
 
 
+@pytest.mark.parametrize("reason", [Reason.JS, Reason.EXPECTED_MAJORITY])
+def test_legends_lie_within_their_pictures(reason: Reason) -> None:
+    """That of `expected-majority` was cut at the right."""
+    long = f"dropmatch-expected{'@guard-ratio=0.05' * 5}+{'x' * 70}"
+    result = json.loads(json.dumps(comparison()).replace("dropmatch@p=0.1", long))
+    for arm in result["arms"].values():
+        for answer in arm["items"].values():
+            answer["judged"] = [[3, 0.1, 0.2, int(reason), 0.1], [-1, 0.2, 0.1, 0, 0.1], [-1, 0.1, 0.2, 5, 0.1]] * 40
+    for chart in (*charts.task_charts(result, "gsm8k"), charts.radius_charts(result)[0][1]):
+        with charts._settings():
+            figure = chart.draw()
+            figure.canvas.draw()
+            (legend,) = figure.legends
+            box = legend.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 <= box.y1 <= figure.bbox.height
+
+
+def test_long_names_are_broken_and_kept_whole() -> None:
+    name = "dropmatch-expected@p=0.2@k=20@guard-ratio=0.05@heads=shortlist+judge L=10"
+    assert charts._wrapped(name).split("\n") == [
+        "dropmatch-expected@p=0.2@k=20",
+        "@guard-ratio=0.05@heads=shortlist+judge",
+        " L=10",
+    ]
+    assert charts._wrapped("plain") == "plain"
+    assert charts._wrapped("x" * 100).replace("\n", "") == "x" * 100
+
+
 def test_rules_look_different_in_a_picture() -> None:
     arms = ["plain", "lossless L=5", "lossless L=10", *(f"dropmatch@p=0.{i}" for i in range(14))]
     assert len({charts._style(arms, arm, arm.split(" ")[0]) for arm in arms}) == len(arms)

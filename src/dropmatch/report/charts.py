@@ -26,6 +26,7 @@ FORMATS = ("png", "svg", "pdf")
 MOST_POINTS = 500  # of one scatter; more cannot be told apart and would make the page heavy
 _WIDTH = 4.1  # inches; text stays legible where a phone shows the picture
 _LEGEND_ROW = 0.17
+_LEGEND_WIDTH = 40  # characters
 Row = Mapping[str, Any]
 _Bar = tuple[float, float, float]  # value, low, high
 
@@ -62,6 +63,11 @@ def require_matplotlib() -> None:
         raise ConfigError("A report needs matplotlib: pip install 'dropmatch[report]'.") from error
 
 
+def count(number: int, name: str) -> str:
+    """3 prompts, 1 prompt."""
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def task_charts(result: Mapping[str, Any], task: str) -> list[Chart]:
     """Quality against tau and speed, and acceptance by position, of one task's rows."""
     rows = [row for row in result["summary"] if row["task"] == task]
@@ -74,7 +80,7 @@ def task_charts(result: Mapping[str, Any], task: str) -> list[Chart]:
     arms = [row["arm"] for row in rows]
     charts = []
     front = "Filled: no rule here beats it in both figures."
-    by = "" if not timed else f"those of speed by bootstrap over {len(_timed_of(result, task))} timed prompts"
+    by = "" if not timed else f"those of speed by bootstrap over {count(len(_timed_of(result, task)), 'timed prompt')}"
     if have:
         charts.append(
             Chart(
@@ -198,7 +204,7 @@ def _trade(
     quality: str,
 ) -> Figure:
     """Quality against a figure of speed, with the front of rules that none beats in both."""
-    figure, axes = _figure(-(-len(rows) // _columns(rows)))
+    figure, axes = _figure(_legend_lines(rows))
     points = [(along[row["arm"]], bars[row["arm"]] or (0.0, 0.0, 0.0)) for row in rows]
     marks = is_on_front([(x[0], y[0]) for x, y in points])
     front = sorted((x[0], y[0]) for (x, y), mark in zip(points, marks, strict=True) if mark)
@@ -210,7 +216,7 @@ def _trade(
             xerr=[[max(0.0, x[0] - x[1])], [max(0.0, x[2] - x[0])]],
             yerr=[[max(0.0, y[0] - y[1])], [max(0.0, y[2] - y[0])]],
             color=colour, marker=marker, markersize=7, linestyle="", elinewidth=1, markeredgewidth=1.5,
-            markerfacecolor=colour if mark else SURFACE, label=row["arm"],
+            markerfacecolor=colour if mark else SURFACE, label=_wrapped(row["arm"]),
         )  # fmt: skip
     axes.set_xlabel(name)
     axes.set_ylabel("accuracy, %" if quality == "Accuracy" else "log-probability, nats a token")
@@ -221,13 +227,13 @@ def _trade(
 def _acceptance(rows: Sequence[Row], arms: Sequence[str]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _figure(-(-len(rows) // _columns(rows)))
+    figure, axes = _figure(_legend_lines(rows))
     for row in rows:
         colour, marker, line = _style(arms, row["arm"], row["rule"])
         shares = [100 * share for share in row["acceptance_by_position"]]
         axes.plot(
             range(1, len(shares) + 1), shares,
-            color=colour, marker=marker, linestyle=line, markersize=4.5, linewidth=1.5, label=row["arm"],
+            color=colour, marker=marker, linestyle=line, markersize=4.5, linewidth=1.5, label=_wrapped(row["arm"]),
         )  # fmt: skip
     axes.set_xlabel("place in the draft")
     axes.set_ylabel("kept, %")
@@ -243,17 +249,19 @@ def _scatter(points: Sequence[Judged]) -> Figure:
     import numpy as np
 
     reasons = list(dict.fromkeys(point.reason for point in points))
-    figure, axes = _figure(-(-len(reasons) // 3))
+    labels = [f"{STYLES[reason].label} ({sum(point.reason == reason for point in points)})" for reason in reasons]
+    columns = 3 if max(map(len, labels)) <= 14 else 2
+    figure, axes = _figure(-(-len(reasons) // columns))
     most = max(max(point.radius, point.js) for point in points) * 1.08 or 1.0
     axes.plot([0, most], [0, most], color=GREY, linewidth=1, linestyle="--", zorder=1)
-    for reason in reasons:
+    for reason, legend in zip(reasons, labels, strict=True):
         mine = [point for point in points if point.reason == reason]
         is_kept = reason != Reason.REJECTED
         axes.plot(
             [point.radius for point in mine], [point.js for point in mine], gid=f"points-{int(reason)}",
             color=STYLES[reason].colour, marker=STYLES[reason].marker, markersize=4 if is_kept else 3.5,
             linestyle="", markeredgewidth=0 if is_kept else 0.9, alpha=0.75,
-            label=f"{STYLES[reason].label} ({len(mine)})",
+            label=legend,
         )  # fmt: skip
     for axis, label, limit in (
         ("x", "radius, nats", axes.set_xlim),
@@ -267,12 +275,26 @@ def _scatter(points: Sequence[Judged]) -> Figure:
     ticks = [tick for i, tick in enumerate(ticks) if i == 0 or (tick / most) ** 0.5 > 0.08 * i]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    _finish(figure, axes, 3)
+    _finish(figure, axes, columns)
     return figure
 
 
 def _columns(rows: Sequence[Row]) -> int:
     return 2 if max(len(row["arm"]) for row in rows) <= 23 else 1
+
+
+def _legend_lines(rows: Sequence[Row]) -> int:
+    return -(-sum(_wrapped(row["arm"]).count("\n") + 1 for row in rows) // _columns(rows))
+
+
+def _wrapped(name: str) -> str:
+    """A rule's name in lines that a legend holds, broken before a setting or a joined rule."""
+    lines = [""]
+    for part in re.findall(rf".[^@+ ,]{{0,{_LEGEND_WIDTH - 1}}}", name, re.S):
+        if lines[-1] and len(lines[-1] + part) > _LEGEND_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _finish(figure: Figure, axes: Axes, columns: int) -> None:

@@ -18,7 +18,10 @@
       ...entry.turns.map((turn) => make("p", { className: "text", textContent: turn })));
 
   // controls that turn text around or are not seen at all are written out
-  const hidden = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/gu;
+  const controls = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]/.source;
+  // a joiner between letters or pictures shapes them, as in Persian words and emoji of families; elsewhere it is hidden
+  const joiner = /(?<![\p{L}\p{M}\p{Extended_Pictographic}\p{Emoji_Modifier}\ufe0f])[\u200c\u200d]|[\u200c\u200d](?![\p{L}\p{M}\p{Extended_Pictographic}])/u.source;
+  const hidden = new RegExp(`${controls}|${joiner}`, "gu");
   const named = (text) =>
     text.replace(hidden, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
   const shown = (piece) => {
@@ -207,7 +210,7 @@
   };
   const pairs = document.getElementById("pairs");
   if (data.answers.length === 0 || Object.keys(data.answers[0].arms).length === 0) {
-    pairs.append(make("p", { textContent: "There is no lossless or plain decoding here to compare answers with." }));
+    pairs.append(make("p", { textContent: "Answers stand side by side where lossless or plain decoding and another rule were run." }));
   } else {
     const out = make("div");
     const show = () => {

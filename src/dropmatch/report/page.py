@@ -19,6 +19,7 @@ from dropmatch.errors import ConfigError
 from dropmatch.report.charts import (
     FORMATS,
     Chart,
+    count,
     inline_svg,
     radius_charts,
     require_matplotlib,
@@ -112,6 +113,7 @@ def render(result: Mapping[str, Any], *, source: str) -> str:
         references={arm for arm in result["arms"] if reference_arm(result["arms"], arm) == arm},
         data=_script_json(_payload(result, scatters)),
         plain=_plain,
+        count=count,
     )
     return clean(page)
 
