@@ -69,12 +69,14 @@ class PluginConfig:
     ask: AskChoice = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rule, str):
+            raise ConfigError(f"rule={self.rule!r} is not allowed. Give the name of a rule: {', '.join(RULES)}.")
         for name in ("k", "memory_mb", "seed"):
             _check_count(name, getattr(self, name), 0 if name == "seed" else 1)
         for name in ("include_plain_argmax", "point_mass"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed. Give true or false.")
-        for name in ("guard", "guard_ratio", "js_min_centroid_prob"):
+        for name in ("guard", "guard_ratio", "js_min_centroid_prob", "head_chance"):
             _check_share(name, getattr(self, name))
         check_choice("mask_sharing", self.mask_sharing, get_args(MaskSharing))
         check_choice("ask", self.ask, get_args(AskChoice))
