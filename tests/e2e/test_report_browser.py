@@ -14,6 +14,7 @@ import tiny
 from dropmatch.cli import main
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LONG = "2" * 60
 NASTY = (
     "</script><script>alert(1)</script> <b>&amp; \u202eright-to-left שלום "
     "\U0001f9ea\u200d \U0001f469\u200d\U0001f467 \ud800 \x00"
@@ -42,8 +43,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pair = tiny.save_pair(folder / "pair")
     data, results = folder / "gsm8k.jsonl", folder / "results.json"
     items = [
-        {"id": f"gsm8k/test/{i}", "task": "gsm8k", "prompt": f"how fast is boat {i}", "answer": str(i), "meta": {}}
-        for i in range(3)
+        {"id": f"gsm8k/test/{i}", "task": "gsm8k", "prompt": f"how fast is boat {i[0]}", "answer": i[0], "meta": {}}
+        for i in ("0", "1", LONG)
     ]
     data.write_text("".join(json.dumps(item) + "\n" for item in items))
     run(
@@ -208,6 +209,9 @@ def test_a_tip_goes_along_and_goes_away_as_the_page_scrolls(open_tab: Any) -> No
 def test_nothing_is_wider_than_the_window(open_tab: Any, width: int) -> None:
     page = open_tab(width).page
     page.locator("#strips select").nth(1).select_option("every")
+    for part in ("#strips", "#pairs"):
+        page.locator(f"{part} select").nth(0).select_option(index=2)
+    assert LONG in page.locator(".strip h3").first.inner_text()
     page.locator(".tokens .token").last.hover()
     box = page.locator("#tip").bounding_box()
     assert 0 <= box["x"] <= box["x"] + box["width"] <= width
