@@ -21,7 +21,8 @@ from dropmatch.eagle3.checkpoint import TargetFacts, load_head
 from dropmatch.eagle3.drafter import Eagle3Drafter
 from dropmatch.errors import ConfigError, DataError, IntegrityError
 from dropmatch.hf.model import HFModel
-from dropmatch.training.distill import DistillSettings, Example, StateRecorder, distill, read_shards
+from dropmatch.training import distill as distill_module
+from dropmatch.training.distill import DistillSettings, Example, distill, read_shards
 from dropmatch.training.eagle3 import (
     TrainSettings,
     Truth,
@@ -113,7 +114,7 @@ def test_examples_hold_the_targets_greedy_answers_and_its_states(decoder: Decode
         prompt = prompts.pop(tuple(ids[:start]))
         assert ids[start:] == decoder.generate(prompt.text, max_new_tokens=10).tokens
         count = len(example.taps)
-        assert len(ids) - 2 <= count < len(ids)
+        assert count == len(ids) - 1
         with torch.no_grad():
             out = decoder.target.model.model(torch.tensor([ids]), output_hidden_states=True)
         taps = torch.cat([out.hidden_states[tap][0, :count] for tap in eagle.TAPS], dim=-1)
@@ -125,17 +126,16 @@ def test_a_stopped_run_goes_on_with_the_prompts_that_are_left(
     decoder: Decoder, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dropmatch.training.distill._ROWS_PER_SHARD", 3)
-    taken: list[int] = []
-    plain_take = StateRecorder.take
+    whole = distill_module._answers
 
-    def interrupted(self: StateRecorder, request: int) -> tuple[Tensor, Tensor]:
-        if len(taken) == 5:
-            raise KeyboardInterrupt
-        taken.append(request)
-        return plain_take(self, request)
+    def interrupted(*args: Any) -> Any:
+        for count, answer in enumerate(whole(*args)):
+            if count == 5:
+                raise KeyboardInterrupt
+            yield answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(StateRecorder, "take", interrupted)
+        patch.setattr(distill_module, "_answers", interrupted)
         with pytest.raises(KeyboardInterrupt):
             distill(decoder, PROMPTS, tmp_path, DATA, described={})
     first = sorted(tmp_path.glob("*.safetensors"))

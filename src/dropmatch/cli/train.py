@@ -33,7 +33,7 @@ def eagle3(
     max_new_tokens: o.MaxNewTokens = 256,
     max_tokens: Annotated[int, typer.Option(min=0, help="Answer tokens to learn from (0: no limit).")] = 200_000,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Leave out longer prompts.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 24,
+    batch: Annotated[int, typer.Option(min=1, help="Answers written together.")] = 48,
     feature_dtype: Annotated[str, typer.Option(help="Hidden states on disk: float16, bfloat16, float32.")] = "float16",
     draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens that the head can draft.")] = 4096,
     steps: Annotated[int, typer.Option(min=1, help="Steps that the head looks ahead in training.")] = 3,

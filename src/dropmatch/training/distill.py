@@ -1,14 +1,14 @@
 """What a draft head learns from: the target's own greedy answers, with the hidden states it had while it wrote them.
 
-Answers are decoded in batches by the engine itself; a drafter that drafts nothing looks on and keeps each row's
-states. Finished rows go to disk in shards, and a journal beside them says which prompts are done, so that a stopped
-run goes on.
+Answers are decoded greedily in large batches, without drafts. Finished ones go to disk in shards, and a journal beside
+them says which prompts are done, so that a stopped run goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,12 @@ from torch import Tensor
 from dropmatch.api import Decoder
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
-from dropmatch.config import EngineConfig, SamplingParams
-from dropmatch.core.interfaces import DraftTree, ModelOutput, Verdict
-from dropmatch.core.sequence import Row
 from dropmatch.errors import ConfigError
+from dropmatch.hf.model import HFModel
 from dropmatch.training.prompts import TrainingPrompt
 
 _ROWS_PER_SHARD = 64
-# Prompts that start together are padded to the longest of them, so only a few do; and since the cache is copied when
-# rows join, no fewer do.
-_ADMITTED = 4
+_WINDOW = 256  # prompts whose lengths are evened out together, since those that start together are padded
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -41,7 +37,7 @@ class DistillSettings:
     max_new_tokens: int = 256
     max_tokens: int = 200_000
     max_prompt_tokens: int = 256
-    batch: int = 24
+    batch: int = 48
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
@@ -62,43 +58,24 @@ class Example:
     hidden: Tensor
 
 
-class StateRecorder:
-    """A drafter that drafts nothing and keeps the target's states of each row until it is asked for them."""
+@dataclass(slots=True)
+class _Answer:
+    """A prompt as far as it is answered. states: taps and hidden states, as they came."""
 
-    name = "recorder"
+    number: int
+    ids: list[int]
+    prompt_length: int
+    states: list[tuple[Tensor, Tensor]]
+    is_done: bool = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._rows: list[int] = []
-        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def add_rows(self, rows: Sequence[Row], output: ModelOutput) -> None:
-        taps, hidden = self._stored(output)
-        for b, row in enumerate(rows):
-            n = len(row.ids) - 1
-            self._rows.append(row.request)
-            self._states[row.request] = [(taps[b, :n].clone(), hidden[b, :n].clone())]
-
-    def propose(self, rows: Sequence[Row], max_new: Sequence[int]) -> DraftTree:
-        roots = torch.tensor([[row.ids[-1]] for row in rows])
-        return DraftTree.chain(roots, torch.ones(len(rows), dtype=torch.int64))
-
-    def commit(self, verdict: Verdict, output: ModelOutput) -> None:
-        taps, hidden = self._stored(output)
-        for b, request in enumerate(self._rows):
-            self._states[request].append((taps[b, :1], hidden[b, :1]))
-
-    def filter(self, keep: Sequence[int]) -> None:
-        self._rows = [self._rows[b] for b in keep]
-
-    def take(self, request: int) -> tuple[Tensor, Tensor]:
-        """Taps and hidden states of a request, which is then forgotten."""
-        taps, hidden = zip(*self._states.pop(request), strict=True)
-        return torch.cat(taps), torch.cat(hidden)
-
-    def _stored(self, output: ModelOutput) -> tuple[Tensor, Tensor]:
-        assert output.aux is not None
-        return output.aux.to("cpu", self._dtype), output.hidden.to("cpu", self._dtype)
+    def example(self) -> Example:
+        """Raises ConfigError if the states do not fit their dtype."""
+        taps, hidden = (torch.cat(parts) for parts in zip(*self.states, strict=True))
+        if not bool(taps.isfinite().all() & hidden.isfinite().all()):
+            raise ConfigError(
+                f"The target has hidden states that {taps.dtype} cannot hold. Give --feature-dtype bfloat16 or float32."
+            )
+        return Example(torch.tensor(self.ids, dtype=torch.int32), self.prompt_length, taps, hidden)
 
 
 def distill(
@@ -132,66 +109,83 @@ def _answer(
     have = sum(entry["answer_tokens"] for entry in journal.entries)
     budget = settings.max_tokens or settings.max_new_tokens * len(prompts)
     waiting = [(number, prompt) for number, prompt in enumerate(prompts) if number not in done]
-    recorder = StateRecorder(_DTYPES[settings.dtype])
-    engine = decoder.engine(
-        rule="exact",
-        drafter=recorder,
-        config=EngineConfig(draft_length=1, max_batch=settings.batch, max_length=decoder.config.max_length),
-    )
-    numbers: dict[int, int] = {}
-    ids: dict[int, list[int]] = {}
-    lengths: dict[int, int] = {}
-    finished: list[tuple[int, Example]] = []
-    source = iter(waiting)
-    longest = min(settings.max_prompt_tokens, (decoder.config.max_length or settings.max_prompt_tokens + 1) - 1)
-
-    def top_up() -> None:
-        started, room = 0, settings.batch - len(ids)
-        if ids and room < min(_ADMITTED, settings.batch):
-            return
-        while started < min(_ADMITTED, room) and (entry := next(source, None)) is not None:
-            encoded = decoder.encode(entry[1].text)
-            if len(encoded) > longest:
-                continue
-            request = engine.add(encoded, SamplingParams(max_new_tokens=settings.max_new_tokens))
-            numbers[request], ids[request], lengths[request] = entry[0], encoded, len(encoded)
-            started += 1
-
+    finished: list[_Answer] = []
     with ProgressMeter("answers (tokens)", budget, min(have, budget)) as meter:
-        while have < budget:
-            top_up()
-            if not engine.has_work:
-                break
-            for chunk in engine.step():
-                ids[chunk.request] += chunk.tokens
-                if chunk.finish_reason is None:
-                    continue
-                tokens, start = ids.pop(chunk.request), lengths.pop(chunk.request)
-                finished.append((numbers.pop(chunk.request), _example(tokens, start, recorder.take(chunk.request))))
-                have += len(tokens) - start
-                if meter.done < budget:
-                    meter.advance(min(len(tokens) - start, budget - meter.done))
-            if len(finished) >= _ROWS_PER_SHARD or (finished and have >= budget):
+        answers = _answers(decoder, _encoded(decoder, waiting, settings), settings)
+        while have < budget and (answer := next(answers, None)) is not None:
+            finished.append(answer)
+            count = len(answer.ids) - answer.prompt_length
+            have += count
+            meter.advance(min(count, budget - meter.done))
+            if len(finished) == _ROWS_PER_SHARD:
                 _write_shard(folder, finished, journal)
                 finished = []
     if finished:
         _write_shard(folder, finished, journal)
-    engine.cancel_all()
     return [folder / entry["shard"] for entry in journal.entries]
 
 
-def _example(tokens: list[int], start: int, states: tuple[Tensor, Tensor]) -> Example:
-    taps, hidden = states
-    count = min(len(taps), len(tokens) - 1)
-    if not bool(taps[:count].isfinite().all() & hidden[:count].isfinite().all()):
-        raise ConfigError(
-            f"The target has hidden states that {taps.dtype} cannot hold. Give --feature-dtype bfloat16 or float32."
-        )
-    return Example(torch.tensor(tokens, dtype=torch.int32), start, taps[:count], hidden[:count])
+def _encoded(
+    decoder: Decoder, waiting: Sequence[tuple[int, TrainingPrompt]], settings: DistillSettings
+) -> Iterator[tuple[int, list[int]]]:
+    """Numbers and ids of the prompts that are not too long, like lengths near each other."""
+    longest = settings.max_prompt_tokens
+    if decoder.config.max_length is not None:
+        longest = min(longest, decoder.config.max_length - settings.max_new_tokens)
+    for start in range(0, len(waiting), _WINDOW):
+        window = [(number, decoder.encode(prompt.text)) for number, prompt in waiting[start : start + _WINDOW]]
+        yield from sorted((entry for entry in window if len(entry[1]) <= longest), key=lambda entry: len(entry[1]))
 
 
-def _write_shard(folder: Path, finished: Sequence[tuple[int, Example]], journal: Journal) -> None:
-    examples = [example for _, example in finished]
+@torch.inference_mode()
+def _answers(
+    decoder: Decoder, prompts: Iterator[tuple[int, list[int]]], settings: DistillSettings
+) -> Iterator[_Answer]:
+    """Greedy answers in batches, each as it ends.
+
+    A row that has ended stays in the batch until a quarter of it has, since the cache is copied whenever rows leave or
+    join; what it goes on to compute is thrown away."""
+    target = HFModel(decoder.target.model, tap_layers=decoder.target.tap_layers, probe=False)
+    dtype = _DTYPES[settings.dtype]
+    rows: list[_Answer] = []
+    while True:
+        num_open = sum(not row.is_done for row in rows)
+        if num_open == 0 or settings.batch - num_open >= max(1, settings.batch // 4):
+            target.filter([b for b, row in enumerate(rows) if not row.is_done])
+            rows = [row for row in rows if not row.is_done]
+            rows += _start(target, list(islice(prompts, settings.batch - num_open)), dtype)
+            if not rows:
+                return
+        output = target.forward(torch.tensor([[row.ids[-1]] for row in rows]))
+        assert output.aux is not None
+        tokens = target.head(output.hidden[:, -1]).argmax(-1).tolist()
+        target.commit([int(not row.is_done) for row in rows])
+        taps, hidden = output.aux.to("cpu", dtype), output.hidden.to("cpu", dtype)
+        for b, row in enumerate(rows):
+            if row.is_done:
+                continue
+            row.states.append((taps[b], hidden[b]))
+            row.ids.append(tokens[b])
+            row.is_done = tokens[b] in decoder.eos_ids or len(row.ids) - row.prompt_length == settings.max_new_tokens
+            if row.is_done:
+                yield row
+
+
+def _start(target: HFModel, prompts: Sequence[tuple[int, list[int]]], dtype: torch.dtype) -> list[_Answer]:
+    """Cache all but the last token of new prompts."""
+    if not prompts:
+        return []
+    output = target.add_rows([ids[:-1] for _, ids in prompts])
+    assert output.aux is not None
+    taps, hidden = output.aux.to("cpu", dtype), output.hidden.to("cpu", dtype)
+    return [
+        _Answer(number, list(ids), len(ids), [(taps[b, : len(ids) - 1].clone(), hidden[b, : len(ids) - 1].clone())])
+        for b, (number, ids) in enumerate(prompts)
+    ]
+
+
+def _write_shard(folder: Path, finished: Sequence[_Answer], journal: Journal) -> None:
+    examples = [answer.example() for answer in finished]
     name = f"shard-{len(journal.entries):05d}.safetensors"
     tensors = {
         "ids": torch.cat([example.ids for example in examples]),
@@ -205,7 +199,7 @@ def _write_shard(folder: Path, finished: Sequence[tuple[int, Example]], journal:
     save_file(tensors, partial)
     partial.replace(folder / name)
     answered = sum(len(example.ids) - example.prompt_length for example in examples)
-    journal.add({"shard": name, "prompts": [number for number, _ in finished], "answer_tokens": answered})
+    journal.add({"shard": name, "prompts": [answer.number for answer in finished], "answer_tokens": answered})
 
 
 def read_shards(paths: Sequence[Path]) -> Iterator[Example]:
