@@ -35,7 +35,7 @@ _BETAS = (0.9, 0.95)
 _CLIP = 0.5
 _WARM_UP = 0.03
 _SAVE_EVERY = 100  # steps between checkpoints
-_HELD_OUT = 0.02
+_HELD_OUT, _MOST_HELD_OUT = 0.04, 64  # share of the answers, and their number
 _BUCKET = 64  # sequences whose lengths are evened out together
 
 
@@ -47,8 +47,8 @@ class TrainSettings:
 
     draft_vocab_size: int = 4096
     steps: int = 3
-    epochs: int = 4
-    batch_tokens: int = 2048
+    epochs: int = 3
+    batch_tokens: int = 512
     max_length: int = 512
     learning_rate: float = 1e-3
     intermediate_size: int | None = None
@@ -96,7 +96,7 @@ def train_eagle3(
     described = {"target": target_name, "taps": taps, "prompts": _fingerprint(prompts)}
     shards = distill(decoder, prompts, work, data, described=described, restart=restart)
     examples = [_cut(example, settings) for example in read_shards(shards)]
-    num_held = max(1, round(len(examples) * _HELD_OUT))
+    num_held = max(1, min(_MOST_HELD_OUT, round(len(examples) * _HELD_OUT)))
     held, train = examples[:num_held], examples[num_held:]
     if not train:
         raise DataError(f"{len(examples)} answered prompts are too few to train on. Give more prompts.")
