@@ -517,7 +517,7 @@ def test_files_that_are_no_comparison_are_named(
     other = tmp_path / "other.json"
     other.write_text('{"kind": "quick"}')
     assert run(monkeypatch, str(other), "--endpoint", "http://localhost/v1", "--model", "judge") == 2
-    assert "holds 'quick' and no comparison" in capsys.readouterr().err
+    assert "results of kind 'quick'; a comparison of format 1 is needed" in capsys.readouterr().err
     broken = json.loads(two_arms(tmp_path / "compare.json").read_text())
     broken["arms"]["lossless L=5"]["items"]["mt_bench/1"]["texts"].pop()
     other.write_text(json.dumps(broken))

@@ -525,6 +525,35 @@ def test_damaged_results_are_refused_by_name(
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "line 1 column 1"),
+        (b"\xff\xfe{", "position 0"),
+        (b"[" * 100_000, "recursion"),
+        (b"[1]", "no results of a known kind"),
+        (b'{"kind": "tune", "format": 1}', "results of kind 'tune'; a comparison of format 1 is needed"),
+        (b'{"kind": "compare", "format": 7}', "a comparison of format 7; a comparison of format 1 is needed"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_comparison_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: bytes | None,
+    message: str,
+) -> None:
+    results = tmp_path / "r.json"
+    if content is not None:
+        results.write_bytes(content)
+    assert command(monkeypatch, str(results)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {results} ")
+    assert message in said
+    assert not (tmp_path / "r.html").exists()
+
+
 def test_broken_json_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text('{"kind": "compare",\n "format": }')
     with pytest.raises(DataError, match=r"r\.json.*line 2 column 12"):
@@ -566,7 +595,7 @@ def test_a_failed_write_leaves_the_old_page(monkeypatch: pytest.MonkeyPatch, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(ConfigError, match=r"cannot be written to \(disk full\)"):
             page.write_report(comparison(), old, source="r.json")
     assert old.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]

@@ -180,11 +180,16 @@ def read_compare(path: Path) -> dict[str, Any]:
     """A results file of `run_compare`. Raises DataError naming the file if it is none."""
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON ({error}). Name another file, or remove this one.") from error
     kind = result.get("kind") if isinstance(result, dict) else None
     if kind != "compare" or result.get("format") != FORMAT:
-        raise DataError(f"{path} holds {kind!r} and no comparison of format {FORMAT}. Name another file.")
+        what = f"results of kind {kind!r}" if kind else "no results of a known kind"
+        if kind == "compare":
+            what = f"a comparison of format {result.get('format')!r}"
+        raise DataError(
+            f"{path} holds {what}; a comparison of format {FORMAT} is needed. Name a file of `dropmatch compare`."
+        )
     missing = [key for key in ("settings", "prompts", "arms") if not isinstance(result.get(key), dict)]
     if missing:
         raise DataError(f"{path}: {missing[0]!r} is missing. The file is damaged; measure again.")

@@ -43,7 +43,8 @@ def require_report() -> None:
 
 def write_report(result: Mapping[str, Any], output: Path, *, source: str) -> None:
     """Write the page. result: of `load_results`; source: the results file's name, for the heading. The page appears
-    whole under its name or not at all. Raises ConfigError where jinja2 or matplotlib is missing."""
+    whole under its name or not at all. Raises ConfigError where jinja2 or matplotlib is missing, or it cannot be
+    written."""
     require_report()
     _replace({output: render(result, source=source).encode("utf-8")})
 
@@ -62,19 +63,23 @@ def write_plots(result: Mapping[str, Any], folder: Path, forms: Sequence[str]) -
         taken = sum(path.stem == name or path.stem.startswith(f"{name}~") for path in contents) // len(forms)
         stem = f"{name}~{taken + 1}" if taken else name
         contents |= {folder / f"{stem}.{form}": write_chart(chart, form) for form in forms}
-    folder.mkdir(parents=True, exist_ok=True)
     _replace(contents)
     return list(contents)
 
 
 def _replace(contents: Mapping[Path, bytes]) -> None:
-    """Write files under temporary names, and rename them when all are written."""
+    """Write files under temporary names, and rename them when all are written. Folders are made as needed."""
     partial = {path: path.with_name(f"{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             partial[path].write_bytes(content)
         for path, written in partial.items():
             written.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{next(iter(contents)).parent} cannot be written to ({error}). Name another place."
+        ) from error
     finally:
         for written in partial.values():
             written.unlink(missing_ok=True)
