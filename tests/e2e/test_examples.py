@@ -73,3 +73,11 @@ def test_requests_of_one_batch_keep_their_own_settings(example: Example) -> None
     assert int(heads[-1][2]) <= 12
     assert float(heads[-1][3]) <= 3.0
     assert "tokens/s" in out
+
+
+def test_a_drafter_of_ones_own_saves_forwards_and_changes_no_text(example: Example) -> None:
+    out = example("own_drafter.py")
+    counts = re.search(r"plain: (\d+) forwards; reciting: (\d+), tau ([\d.]+)", out)
+    assert counts is not None
+    assert int(counts[2]) < 0.7 * int(counts[1])
+    assert "the same text: True" in out
