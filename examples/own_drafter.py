@@ -1,4 +1,4 @@
-"""A drafter of one's own: it knows a few texts by heart and drafts how they go on. docs/write-a-drafter.md explains it."""
+"""A drafter of one's own: it knows a few texts by heart and drafts how they go on. See docs/write-a-drafter.md."""
 
 import argparse
 from collections.abc import Sequence
