@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from dropmatch.bench.intervals import paired_difference, wilson
 from dropmatch.bench.results import write_result
 from dropmatch.bench.tasks import Item, score_all
-from dropmatch.errors import ConfigError
+from dropmatch.errors import ConfigError, StateError
 from dropmatch.provenance import collect
 
 STOCK, DROPMATCH, FLY = "stock", "dropmatch", "fly"
@@ -62,9 +63,7 @@ def run_vllm(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
         )
-        # not a daemon, since an engine starts processes of its own
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-            measured[name] = child.submit(measure, job).result()
+        measured[name] = _in_child(name, job)
     result = {
         "kind": "vllm",
         "format": 1,
@@ -83,6 +82,20 @@ def run_vllm(
     }
     write_result(result, output)
     return result
+
+
+def _in_child(name: str, job: ArmJob) -> dict[str, Any]:
+    """Run `measure` in a fresh interpreter, whose end frees all that an engine held."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, wanted = Path(folder) / "job.json", Path(folder) / "measured.json"
+        given.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        done = subprocess.run([sys.executable, "-m", __spec__.name, str(given), str(wanted)], stdout=sys.stderr)
+        if done.returncode != 0 or not wanted.exists():
+            raise StateError(
+                f"The engine of arm {name!r} ended with status {done.returncode}; its messages stand above."
+            )
+        result: dict[str, Any] = json.loads(wanted.read_text(encoding="utf-8"))
+        return result
 
 
 def _vllm_version() -> str:
@@ -221,3 +234,9 @@ def parse_object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(f"{option}={text!r} is not allowed. Give a JSON object, such as '{{\"k\": 5}}'.")
     return given
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(
+        json.dumps(measure(ArmJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))), encoding="utf-8"
+    )

@@ -1,3 +1,4 @@
 from dropmatch.cli import main
 
-main()
+if __name__ == "__main__":  # processes that are spawned import this file too
+    main()
