@@ -329,6 +329,18 @@ def test_both_runners_decide_alike(v1: Report, v2: Report) -> None:
     assert v2.metric("lossy", "dropmatch_lossy_tokens") > 0
 
 
+def test_the_tokens_are_those_of_the_transformers_engine(v1: Report, pair: tuple[Path, Path]) -> None:
+    """Same rule, masks and heads, so the same lossy text: two engines that share no forward."""
+    import dropmatch
+    import tiny
+
+    decoder = dropmatch.load(*map(str, pair), rule="dropmatch", p_drop=P_DROP, dtype="float32")
+    tokenizer = tiny.tokenizer()
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    params = dropmatch.SamplingParams(max_new_tokens=GREEDY["max_tokens"], eos_ids=(), draft_length=4, seed=0)
+    assert [list(generation.tokens) for generation in decoder.run(ids, params).generations] == v1.tokens("lossy")
+
+
 def test_v2_without_dropout_gives_stock_tokens(stock: Report, v2: Report) -> None:
     assert v2.tokens("greedy p=0") == stock.tokens("greedy")[:2]
     assert v2.tokens("penalties p=0") == [tokens[:24] for tokens in stock.tokens("penalties")[:2]]
@@ -361,6 +373,28 @@ def test_two_ranks_decide_alike(run_engine: Callable[..., Report], pair: tuple[P
     assert sum(first["counts"]) > 0
     assert report.tokens("lossy") == v1.tokens("lossy")
     assert report.metric("lossy", "dropmatch_lossy_tokens") == v1.metric("lossy", "dropmatch_lossy_tokens")
+
+
+@pytest.mark.parametrize("rig", ["v1", "v2"])
+def test_eagle3_heads_hand_their_distribution_over(
+    run_engine: Callable[..., Report], eagle3: tuple[Path, Path], rig: str
+) -> None:
+    """A random head with a vocabulary of its own: its drafts are rarely exact, so what is kept is kept by the rule."""
+    target, head = eagle3
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    short = {**GREEDY, "max_tokens": 24}
+    report = run_engine(
+        spec(
+            "v2" if rig == "v2" else None,
+            engine(target, head, {"rule": "dropmatch", "p_drop": 0.5}, speculative_config=speculative),
+            job("lossless", asking(short, rule="lossless"), PROMPTS[:2]),
+            job("p=0", asking(short, p_drop=0.0), PROMPTS[:2]),
+            job("lossy", short, PROMPTS[:2]),
+        )
+    )
+    assert report.tokens("p=0") == report.tokens("lossless")
+    assert report.metric("lossy", "dropmatch_kept_tokens/js") > 0
+    assert report.metric("lossy", "dropmatch_unknown_distribution_tokens") == 0
 
 
 TEXTS = [
