@@ -426,3 +426,31 @@ def test_ngrams_with_smollm2(run_engine: Callable[..., Report], smollm2: Path) -
     assert mine.tokens("hot") == mine.tokens("hot lossless") == stock.tokens("hot")
     assert mine.metric("lossy", "dropmatch_kept_tokens/head") == mine.metric("lossy", "dropmatch_lossy_tokens") > 0
     assert "method 'ngram' gives none" in mine.jobs["bad"]["error"]
+
+
+@pytest.mark.model
+def test_the_default_pair_keeps_more_and_stays_stock_without_dropout(run_engine: Callable[..., Report]) -> None:
+    """Qwen2.5-Coder 1.5B with the 0.5B as draft model: about 6 GB of memory and minutes."""
+    from dropmatch.provenance import cache_dir
+
+    target, draft = (cache_dir() / "models" / f"qwen2.5-coder-{size}" for size in ("1.5b", "0.5b"))
+    if not (target / "model.safetensors").exists() or not (draft / "model.safetensors").exists():
+        pytest.skip(f"needs the default pair in {target.parent} (dropmatch fetch default)")
+    options = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 3}
+    stock = run_engine(spec(None, engine(target, draft, None, **options), job("greedy", LONGER, TEXTS)))
+    mine = run_engine(
+        spec(
+            None,
+            engine(target, draft, {"rule": "dropmatch"}, **options),
+            job("p=0", asking(LONGER, p_drop=0.0), TEXTS),
+            job("lossy", LONGER, TEXTS),
+        )
+    )
+    assert mine.tokens("p=0") == stock.tokens("greedy")
+    assert mine.metric("lossy", "dropmatch_lossy_tokens") > 0
+
+    def tau(report: Report, name: str) -> float:
+        accepted, drafts = (report.metric(name, f"spec_decode_num_{part}") for part in ("accepted_tokens", "drafts"))
+        return 1.0 + accepted / drafts
+
+    assert tau(mine, "lossy") > tau(stock, "greedy")
