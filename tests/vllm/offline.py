@@ -90,8 +90,8 @@ def _metrics(llm: Any) -> dict[str, float]:
         if isinstance(metric, Counter) and ("spec_decode" in metric.name or "dropmatch" in metric.name):
             reason = metric.labels.get("reason")
             found[metric.name.removeprefix("vllm:") + (f"/{reason}" if reason else "")] = metric.value
-        if metric.name == "vllm:num_preemptions":
-            found["preemptions"] = getattr(metric, "value", 0)
+        if metric.name in {"vllm:num_preemptions", "vllm:prefix_cache_hits"}:
+            found[metric.name.removeprefix("vllm:")] = getattr(metric, "value", 0)
     return found
 
 

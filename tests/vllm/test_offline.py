@@ -120,6 +120,8 @@ def v1(run_engine: Callable[..., Report], pair: tuple[Path, Path]) -> Report:
             job("mixed", each),
             job("crowd", {**lossy, "max_tokens": 120}, PROMPTS * 2),
             job("few", {**lossy, "max_tokens": 120}, PROMPTS),
+            job("long", lossy, [" ".join(PROMPTS)]),
+            job("long cached", lossy, [" ".join(PROMPTS)]),
             *[
                 job(f"bad {name}", asking(GREEDY, **fields), PROMPTS[:1])
                 for name, fields in (
@@ -290,9 +292,15 @@ def test_requests_with_different_rules_do_not_leak_into_each_other(v1: Report) -
 
 def test_preemption_changes_no_token(v1: Report) -> None:
     """Eight requests share a cache that holds fewer, so that some are thrown out and computed anew."""
-    assert v1.metric("crowd", "preemptions") > 0
+    assert v1.metric("crowd", "num_preemptions") > 0
     assert v1.tokens("crowd") == v1.tokens("few") * 2
     assert [tokens[:40] for tokens in v1.tokens("few")] == v1.tokens("lossy")
+
+
+def test_a_cached_prompt_gets_the_tokens_of_a_computed_one(v1: Report) -> None:
+    assert v1.metric("long cached", "prefix_cache_hits") > v1.metric("long", "prefix_cache_hits")
+    assert v1.tokens("long cached") == v1.tokens("long")
+    assert v1.metric("long", "dropmatch_lossy_tokens") > 0
 
 
 @pytest.mark.parametrize(
