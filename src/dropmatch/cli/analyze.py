@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.bench import check_writable
+from dropmatch.cli.runs import (
+    Batch,
+    Data,
+    MaxNewTokens,
+    Num,
+    Output,
+    Restart,
+    Start,
+    check_writable,
+    describe,
+    load_prompts,
+    parse_rates,
+    say_written,
+    split_words,
+    stoppable,
+)
 from dropmatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from dropmatch.api import Decoder
-    from dropmatch.bench.tasks import Item
 
 analyze_app = typer.Typer(
     help="The paper's analyses of dropout heads on your pair, written to results files.", no_args_is_help=True
 )
 
-Data = Annotated[list[str], typer.Option(help="JSON-lines file of prompts, or a data set's name; may be repeated.")]
-Num = Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")]
-Start = Annotated[int, typer.Option(min=0, help="Prompts to skip at the start of each file.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Results file.")]
-MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Left out: the task's own cap.")
-]
-Batch = Annotated[int, typer.Option(min=1, help="Rows decoded together.")]
 DraftLength = Annotated[int, typer.Option("--draft-length", "-L", min=1, help="Drafted tokens per round.")]
-Restart = Annotated[bool, typer.Option(help="Throw away what an unfinished run of this output left.")]
 
 
 @analyze_app.command()
@@ -73,14 +75,14 @@ def heads(
             decoder,
             items,
             rates=drops,
-            parts=[part.strip() for part in parts.split(",") if part.strip()],
+            parts=split_words(parts),
             settings=DecodingSettings(max_new_tokens, batch, draft_length, seed),
             described=describe(target, draft, data, draft_weights=draft_weights),
             output=output,
             restart=restart,
         )
     print_heads(result)
-    _written(output)
+    say_written(output)
 
 
 @analyze_app.command()
@@ -134,7 +136,7 @@ def similarity(
             restart=restart,
         )
     print_similarity(result)
-    _written(output)
+    say_written(output)
 
 
 @analyze_app.command()
@@ -170,7 +172,7 @@ def overhead(
             output=output,
         )
     print_overhead(result)
-    _written(output)
+    say_written(output)
 
 
 @analyze_app.command()
@@ -208,47 +210,7 @@ def radius(
             output=output,
         )
     print_radius(result)
-    _written(output)
-
-
-def parse_rates(text: str) -> list[float]:
-    """ "0.1,0.3" -> [0.1, 0.3], each once."""
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0.0 <= rate < 1.0 for rate in rates):
-        raise ConfigError(f"--rates={text!r} is not allowed. Give numbers in [0, 1) between commas, such as 0.1,0.3.")
-    return list(dict.fromkeys(rates))
-
-
-def load_prompts(sources: list[str], num: int | None, start: int) -> list[Item]:
-    """Prompts of all files, each id once."""
-    from dropmatch.bench.tasks import load_items
-
-    items = [item for source in sources for item in load_items(source, num, start=start)]
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ConfigError(f"Two prompts have the id {item.id!r}. Give each file once, or rename one of them.")
-        seen.add(item.id)
-    return items
-
-
-def describe(target: str, draft: str | None, data: list[str], **others: object) -> dict[str, object]:
-    """Settings that only the command line knows, for the results file."""
-    return {"target": target, "draft": draft, "data": [Path(source).name for source in data], **others}
-
-
-@contextmanager
-def stoppable(output: Path, *, resumes: bool = True) -> Iterator[None]:
-    """Ctrl-C ends the command with exit code 130 and says what is left."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        advice = "Give the same command again to go on; " if resumes else ""
-        typer.secho(f"\nStopped. {advice}{output} is not written yet.", err=True)
-        sys.exit(130)
+    say_written(output)
 
 
 def _decoder(
@@ -267,8 +229,6 @@ def _decoder(
         rule="lossless",
         k=k,
         p_drop=p_drop,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=draft_length,
         dtype=dtype,
         device=device,
@@ -281,7 +241,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text={str(path)!r} cannot be read as UTF-8 text: {error}.") from error
-
-
-def _written(output: Path) -> None:
-    typer.secho(f"Written to {output}.", err=True)

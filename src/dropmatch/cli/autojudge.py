@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dropmatch.cli import options as o
+from dropmatch.cli.runs import (
+    QualityBatch,
+    Repeats,
+    SpeedTokens,
+    check_writable,
+    parse_lengths,
+    parse_rates,
+    split_words,
+    stoppable,
+)
 from dropmatch.errors import ConfigError
 
 
@@ -39,10 +48,10 @@ def autojudge(
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Left out: each task's own cap.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together while quality is measured.")] = 16,
+    batch: QualityBatch = 16,
     speed_items: Annotated[int, typer.Option(min=0, help="Prompts of each part to time at batch 1 (0: none).")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timings of each prompt.")] = 1,
-    speed_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a timed answer.")] = 128,
+    repeats: Repeats = 1,
+    speed_tokens: SpeedTokens = 128,
     k: o.NumPaths = 5,
     heads: o.Heads = "full",
     draft_weights: o.DraftWeights = "own",
@@ -57,13 +66,12 @@ def autojudge(
     from dropmatch.bench.autojudge import AutoJudgeSettings, arms_of, make_part, print_autojudge, run_autojudge
     from dropmatch.bench.compare import CompareSettings
     from dropmatch.bench.tasks import load_items
-    from dropmatch.cli.bench import check_writable, parse_lengths
     from dropmatch.config import DropoutConfig
 
     settings = AutoJudgeSettings(
         window=window,
-        thresholds=tuple(dict.fromkeys(part.strip() for part in thresholds.split(",") if part.strip())),
-        p_drops=_numbers(p_drops),
+        thresholds=tuple(split_words(thresholds)),
+        p_drops=tuple(parse_rates(p_drops, name="--p-drops", example="0.2,0.3")),
         base_lengths=tuple(parse_lengths(base_lengths, name="--base-lengths")),
     )
     wanted = (
@@ -89,8 +97,6 @@ def autojudge(
         rule="lossless",
         k=k,
         p_drop=str(settings.p_drops[0]),
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=window,
         dtype=dtype,
         device=device,
@@ -105,7 +111,7 @@ def autojudge(
         repeats=repeats,
         speed_tokens=speed_tokens,
     )
-    try:
+    with stoppable():
         result = run_autojudge(
             decoder,
             parts,
@@ -115,9 +121,6 @@ def autojudge(
             output=output,
             restart=restart,
         )
-    except KeyboardInterrupt:
-        typer.secho("\nStopped. Give the same command again to go on.", err=True)
-        sys.exit(130)
     print_autojudge(result)
     for name, facts in result["parts"].items():
         trained_for = facts["judge"]["trained_for"]
@@ -129,13 +132,3 @@ def autojudge(
     print(
         json.dumps({"output": str(output / "autojudge.json"), "table8": result["table8"], "table9": result["table9"]})
     )
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0.0 <= number < 1.0 for number in numbers):
-        raise ConfigError(f"--p-drops={text!r} is not allowed. Give numbers in [0, 1), such as 0.2,0.3.")
-    return numbers

@@ -8,8 +8,18 @@ from typing import Annotated
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.analyze import Data, Output, Restart, Start, describe, load_prompts, stoppable
-from dropmatch.cli.bench import check_writable, parse_lengths
+from dropmatch.cli.runs import (
+    Data,
+    Output,
+    Restart,
+    Start,
+    check_writable,
+    describe,
+    load_prompts,
+    parse_lengths,
+    say_written,
+    stoppable,
+)
 
 
 def batch(
@@ -51,8 +61,6 @@ def batch(
         rule=rule,
         k=k,
         p_drop=p_drop,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=draft_length,
         dtype=dtype,
         device=device,
@@ -75,4 +83,4 @@ def batch(
             restart=restart,
         )
     print_batch(result)
-    typer.secho(f"Written to {output}.", err=True)
+    say_written(output)

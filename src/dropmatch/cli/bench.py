@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dropmatch.cli import options as o
+from dropmatch.cli.runs import check_writable, parse_lengths
 from dropmatch.errors import ConfigError
 
 bench_app = typer.Typer(help="Measurements side by side in one run, written to results files.", no_args_is_help=True)
@@ -107,25 +107,3 @@ def heads(
         output=output,
     )
     print(json.dumps({"output": str(output), **result["summary"]}))
-
-
-def parse_lengths(text: str, *, name: str = "--lengths") -> list[int]:
-    """ "5,10" -> [5, 10], each once. name: the option, for the message."""
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(f"{name}={text!r} is not allowed. Give whole numbers of at least 1, such as 5,10.")
-    return list(dict.fromkeys(lengths))
-
-
-def check_writable(output: Path) -> None:
-    """Raise before minutes of measuring, not after them."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        is_possible = not output.is_dir() and os.access(output.parent, os.W_OK)
-    except OSError:
-        is_possible = False
-    if not is_possible:
-        raise ConfigError(f"--output={str(output)!r} cannot be written. Name a file in a folder that is yours.")

@@ -8,8 +8,22 @@ from typing import Annotated
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.analyze import Data, Output, Restart, Start, describe, load_prompts, stoppable
-from dropmatch.cli.bench import check_writable, parse_lengths
+from dropmatch.cli.runs import (
+    Data,
+    Output,
+    QualityBatch,
+    Repeats,
+    Restart,
+    SpeedItems,
+    SpeedTokens,
+    Start,
+    check_writable,
+    describe,
+    load_prompts,
+    parse_lengths,
+    say_written,
+    stoppable,
+)
 
 
 def bench_eagle3(
@@ -32,10 +46,10 @@ def bench_eagle3(
     tree_tokens: o.TreeTokens = None,
     tree_top_k: o.TreeTopK = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens a turn.")] = 192,
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together while quality is measured.")] = 8,
-    speed_items: Annotated[int, typer.Option(min=0, help="Prompts to time at batch 1 (0: no timing).")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timings of each prompt.")] = 1,
-    speed_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a timed answer.")] = 128,
+    batch: QualityBatch = 8,
+    speed_items: SpeedItems = 4,
+    repeats: Repeats = 1,
+    speed_tokens: SpeedTokens = 128,
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
     seed: o.Seed = 0,
@@ -60,8 +74,6 @@ def bench_eagle3(
         rule=rule,
         k=k,
         p_drop=p_drop,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=levels[0],
         dtype=dtype,
         device=device,
@@ -94,4 +106,4 @@ def bench_eagle3(
             restart=restart,
         )
     print_eagle3(result)
-    typer.secho(f"Written to {output}.", err=True)
+    say_written(output)

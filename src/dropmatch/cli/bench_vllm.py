@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.bench import check_writable
+from dropmatch.cli.runs import check_writable
 
 
 def bench_vllm(

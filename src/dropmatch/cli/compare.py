@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.errors import ConfigError
+from dropmatch.cli.runs import (
+    Data,
+    MaxNewTokens,
+    Num,
+    Output,
+    QualityBatch,
+    Repeats,
+    SpeedItems,
+    SpeedTokens,
+    Start,
+    check_writable,
+    file_names,
+    load_prompts,
+    parse_lengths,
+    say_written,
+    stoppable,
+)
 
 
 def compare(
-    data: Annotated[list[str], typer.Option(help="JSON-lines file of prompts, or a data set's name; may be repeated.")],
+    data: Data,
     rules: Annotated[
         str,
         typer.Option(
@@ -21,19 +36,17 @@ def compare(
             "plain decodes without a draft."
         ),
     ] = "lossless,dropmatch",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Results file.")] = Path("results/compare.json"),
+    output: Output = Path("results/compare.json"),
     target: o.Target = "default",
     draft: o.Draft = None,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "5",
-    num: Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")] = None,
-    start: Annotated[int, typer.Option(min=0, help="Prompts to skip at the start of each file.")] = 0,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Left out: the task's own cap.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded together while quality is measured.")] = 16,
-    speed_items: Annotated[int, typer.Option(min=0, help="Prompts to time at batch 1 (0: no timing).")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timings of each prompt.")] = 1,
-    speed_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a timed answer.")] = 128,
+    num: Num = None,
+    start: Start = 0,
+    max_new_tokens: MaxNewTokens = None,
+    batch: QualityBatch = 16,
+    speed_items: SpeedItems = 4,
+    repeats: Repeats = 1,
+    speed_tokens: SpeedTokens = 128,
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
     guard_prob: o.GuardProb = 0.0,
@@ -57,8 +70,6 @@ def compare(
     to a results file that is there already."""
     from dropmatch.bench.arms import parse_arms, split_list
     from dropmatch.bench.compare import CompareSettings, run_compare
-    from dropmatch.bench.tasks import load_items
-    from dropmatch.cli.bench import check_writable, parse_lengths
     from dropmatch.config import DropoutConfig
     from dropmatch.core.acceptance import RuleOptions
 
@@ -68,18 +79,13 @@ def compare(
     names = split_list(rules)
     parse_arms(names, draft_lengths, DropoutConfig(num_paths=k), rule_options)  # mistakes show before models load
     check_writable(output)
-    items = [item for source in data for item in load_items(source, num, start=start)]
-    doubled = next((item.id for i, item in enumerate(items) if item.id in {x.id for x in items[:i]}), None)
-    if doubled is not None:
-        raise ConfigError(f"Two prompts have the id {doubled!r}. Give each file once, or rename one of them.")
+    items = load_prompts(data, num, start)
     decoder = o.load_decoder(
         target,
         draft,
         rule="lossless",
         k=k,
         p_drop=p_drop,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=max(draft_lengths),
         dtype=dtype,
         device=device,
@@ -107,21 +113,18 @@ def compare(
         "draft_weights": draft_weights,
         "min_confidence": min_confidence,
     }
-    try:
+    with stoppable(output):
         result = run_compare(
             decoder,
             items,
             arms,
             settings,
             described=described,
-            data=[Path(source).name for source in data],
+            data=file_names(data),
             output=output,
             restart=restart,
         )
-    except KeyboardInterrupt:
-        typer.secho(f"\nStopped. Give the same command again to go on; {output} is not written yet.", err=True)
-        sys.exit(130)
     from dropmatch.report.terminal import print_summary
 
     print_summary(result)
-    typer.secho(f"Written to {output}.", err=True)
+    say_written(output)

@@ -45,8 +45,6 @@ def demo(
         rule=rule,
         k=k,
         p_drop=p_drop,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=draft_length,
         dtype=dtype,
         device=device,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dropmatch.cli import options as o
+from dropmatch.cli.runs import check_writable, say_written, stoppable
 
 
 def llm_judge(
@@ -50,7 +51,6 @@ def llm_judge(
     from dropmatch.bench.chat_endpoint import ChatEndpoint
     from dropmatch.bench.llm_judge import JudgeSettings, judge_results
     from dropmatch.bench.tasks import load_items
-    from dropmatch.cli.bench import check_writable
 
     output = output or results.with_name(f"{results.stem}.judged.json")
     check_writable(output)
@@ -65,16 +65,13 @@ def llm_judge(
     )
     settings = JudgeSettings(grade=grade, against=against, komt=komt, allow_missing=allow_missing)
     items = [item for source in data or () for item in load_items(source)]
-    try:
+    with stoppable(kept="All replies so far are kept."):
         result = judge_results(results, judge, settings, output=output, data=items, restart=restart)
-    except KeyboardInterrupt:
-        typer.secho("\nStopped. All replies so far are kept; give the same command again to go on.", err=True)
-        sys.exit(130)
     if as_json:
         print(json.dumps({"output": str(output), "summary": result["summary"]}))
     else:
         _print_summary(result)
-    typer.secho(f"Written to {output}.", err=True)
+    say_written(output)
 
 
 def _print_summary(result: Mapping[str, Any]) -> None:

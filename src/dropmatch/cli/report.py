@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dropmatch.cli.runs import check_writable, say_written
 from dropmatch.errors import ConfigError
 
 
@@ -22,7 +23,6 @@ def report(
     ] = False,
 ) -> None:
     """Write a comparison as one HTML page that needs no network: tables, pictures, single tokens, answers."""
-    from dropmatch.cli.bench import check_writable
     from dropmatch.report.load import load_results
     from dropmatch.report.terminal import print_summary
 
@@ -47,6 +47,6 @@ def report(
         typer.secho(f"{len(files)} pictures written to {plots}.", err=True)
     if wants_page:
         write_report(result, output, source=results.name)
-        typer.secho(f"Written to {output}.", err=True)
+        say_written(output)
     if terminal:
         print_summary(result)

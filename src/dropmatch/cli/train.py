@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dropmatch.cli import options as o
+from dropmatch.cli.runs import check_writable, file_names, stoppable
 from dropmatch.errors import ConfigError
 
 train_app = typer.Typer(help="Train what a target needs, on text that it writes itself.", no_args_is_help=True)
@@ -49,7 +49,6 @@ def eagle3(
     device: o.Device = "auto",
 ) -> None:
     """Train an EAGLE-3 draft head. A run that is stopped goes on where it was when the same command is given again."""
-    from dropmatch.cli.bench import check_writable
     from dropmatch.config import check_choice
     from dropmatch.training.distill import DistillSettings
     from dropmatch.training.eagle3 import TrainSettings, train_eagle3
@@ -127,7 +126,6 @@ def judge(
 
     A run that is stopped goes on where it was when the same command is given again. Evaluate on other prompts."""
     from dropmatch.bench.tasks import load_items
-    from dropmatch.cli.bench import check_writable
     from dropmatch.config import check_choice
     from dropmatch.core.judge import FEATURES
     from dropmatch.judge.fitting import require_scikit_learn
@@ -149,15 +147,13 @@ def judge(
         rule="exact",
         k=1,
         p_drop="0",
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=1,
         dtype=dtype,
         device=device,
         draft_weights=draft_weights,
     )
     draft_model(decoder)  # a pair without one shows before anything is mined
-    try:
+    with stoppable():
         info = train_judge(
             decoder,
             items,
@@ -166,12 +162,9 @@ def judge(
             mining=mining,
             fit=fit,
             described={"target": target, "draft": draft, "draft_weights": draft_weights},
-            data=[Path(source).name for source in data],
+            data=file_names(data),
             restart=restart,
         )
-    except KeyboardInterrupt:
-        typer.secho("\nStopped. Give the same command again to go on.", err=True)
-        sys.exit(130)
     _print_judge(output, info)
 
 
@@ -198,7 +191,6 @@ def convert_judge(
     fold: Annotated[int | None, typer.Option(min=0, help="Which head of a list, from 0 on.")] = None,
 ) -> None:
     """Take a judge's numbers out of somebody's pickle without running it, and write them as a judge of ours."""
-    from dropmatch.cli.bench import check_writable
     from dropmatch.judge import save_judge
     from dropmatch.judge.pickles import read_pickled_judge
 

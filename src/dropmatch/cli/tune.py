@@ -8,9 +8,23 @@ from typing import Annotated
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.analyze import Batch, Data, MaxNewTokens, Num, Output, Restart, Start, load_prompts, stoppable
-from dropmatch.cli.bench import check_writable, parse_lengths
-from dropmatch.errors import ConfigError
+from dropmatch.cli.runs import (
+    Batch,
+    Data,
+    MaxNewTokens,
+    Num,
+    Output,
+    Restart,
+    Start,
+    check_writable,
+    describe,
+    load_prompts,
+    parse_lengths,
+    parse_rates,
+    say_written,
+    split_words,
+    stoppable,
+)
 
 
 def tune(
@@ -60,11 +74,11 @@ def tune(
     from dropmatch.config import DropoutConfig
 
     settings = TuneSettings(
-        forms=_words(forms),
+        forms=split_words(forms),
         lengths=parse_lengths(lengths),
         ks=parse_lengths(ks, name="--ks"),
-        p_drops=_words(p_drops),
-        guards=_guards(guards),
+        p_drops=split_words(p_drops),
+        guards=parse_rates(guards, name="--guards", example="0,0.05"),
         finalists=finalists,
         cost_items=cost_items,
         cost_tokens=cost_tokens,
@@ -90,40 +104,16 @@ def tune(
         rule="lossless",
         k=settings.ks[0],
         p_drop=None,
-        guard_prob=0.0,
-        guard_ratio=0.0,
         draft_length=max(settings.lengths),
         dtype=dtype,
         device=device,
         draft_weights=draft_weights,
         min_confidence=min_confidence,
     )
-    described = {
-        "target": target,
-        "draft": draft,
-        "data": [Path(source).name for source in data],
-        "draft_weights": draft_weights,
-        "min_confidence": min_confidence,
-        "device": device,
-    }
+    described = describe(target, draft, data, draft_weights=draft_weights, min_confidence=min_confidence, device=device)
     if dtype != "auto":
         described["dtype"] = dtype
     with stoppable(output):
         result = run_tune(decoder, items, budget, settings, described=described, output=output, restart=restart)
     print_tune(result)
-    typer.secho(f"Written to {output}.", err=True)
-
-
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _guards(text: str) -> list[float]:
-    """ "0,0.05" -> [0.0, 0.05], each once."""
-    try:
-        guards = [float(part) for part in text.split(",")]
-    except ValueError:
-        guards = []
-    if not guards or not all(0.0 <= guard < 1.0 for guard in guards):
-        raise ConfigError(f"--guards={text!r} is not allowed. Give numbers in [0, 1) between commas, such as 0,0.05.")
-    return list(dict.fromkeys(guards))
+    say_written(output)
