@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +12,12 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 import dropmatch
 import tiny
+from commands import Command, Done
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses import heads as heads_analysis
 from dropmatch.bench.analyses import overhead as overhead_analysis
 from dropmatch.bench.analyses.single_head import Head, HeadAlone, head_tokens
 from dropmatch.bench.journal import Journal
-from dropmatch.cli import main
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.calibrate import P_DROP_GRID, TARGET_RADIUS
 from dropmatch.core.head import MCDropoutHead
@@ -30,18 +26,6 @@ from dropmatch.hf.encoders import load_encoder, load_entailment
 from dropmatch.ops.divergence import LN2
 
 QUESTIONS = ("how fast is the train", "why is the sky blue", "how many men carried the nets", "what is the area")
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +47,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `dropmatch ARGUMENTS` in this process."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
-
-    def run(*arguments: str | Path) -> Done:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["dropmatch", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        shown = capsys.readouterr()
-        return Done(code, shown.out, shown.err)
-
-    return run
 
 
 def _read(path: Path) -> Any:

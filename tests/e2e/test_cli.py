@@ -8,43 +8,18 @@ import os
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dropmatch.api
 import tiny
-from dropmatch.cli import main
+from commands import Command, Done
 from dropmatch.core.acceptance import rule_names
 from dropmatch.hf.pairs import Pair
 
 PROMPT = "why is the sky blue"
 GENTLE = ("--p-drop", "0.05")
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        """Standard output as one strict JSON object."""
-
-        def refuse(name: str) -> None:
-            raise AssertionError(f"{name} is no JSON")
-
-        return json.loads(self.out, parse_constant=refuse)
-
-
-Command = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tiny.TinyPair:
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose radius saturates at a p_drop of 0.3."""
     return tiny.save(tmp_path_factory.mktemp("sharp"), tiny.target(scale=1.0))
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `dropmatch ARGUMENTS` in this process."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
-
-    def run(*arguments: str | Path) -> Done:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["dropmatch", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        shown = capsys.readouterr()
-        return Done(code, shown.out, shown.err)
-
-    return run
 
 
 @pytest.fixture

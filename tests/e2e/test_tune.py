@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny
+from commands import Command
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.tune import TuneSettings, candidates, choose, command_line, survivors, verdict
-from dropmatch.cli import main
 from dropmatch.errors import ConfigError, UnknownNameError
 
-Command = Callable[..., tuple[int, str, str]]
 MADE = {"target": "T", "draft": None}
 
 
@@ -33,25 +29,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"id": f"p/{i}", "task": "prompts", "prompt": f"how fast is boat {i}", "meta": {}} for i in range(9)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `dropmatch ARGUMENTS` in this process. Returns exit code, standard output and error."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["dropmatch", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return run
 
 
 @pytest.fixture
