@@ -22,6 +22,7 @@ from dropmatch.api import Decoder
 from dropmatch.bench.arms import PLAIN, ArmSpec
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
+from dropmatch.bench.results import with_lines, write_whole
 from dropmatch.bench.summary import summarize
 from dropmatch.bench.tasks import Item, score_all
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
@@ -155,10 +156,7 @@ def write_compare(result: Mapping[str, Any], output: Path) -> None:
         for name, arm in result["arms"].items()
     )
     others = {key: value for key, value in result.items() if key != "arms"}
-    text = json.dumps(others, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "arms": {{\n{arms}\n }}\n}}\n'
-    partial = output.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output)
+    write_whole(with_lines(others, "arms", f"{{\n{arms}\n }}"), output)
 
 
 def _earlier_records(output: Path, same: Mapping[str, Any]) -> dict[_Key, dict[str, Any]]:

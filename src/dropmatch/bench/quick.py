@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import dropmatch
 from dropmatch.api import Decoder
+from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
 from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, PDrop, SamplingParams
@@ -79,17 +79,16 @@ def run_quick(
     if with_peers:
         arms += _peer_arms(decoder, lengths, max_new_tokens)
     prompts = {item.id: decoder.encode(item.prompt) for item in items}
-    with _progress() as progress:
-        task = progress.add_task("measuring", total=len(arms) * (1 + repeats * len(items)))
+    with ProgressMeter("measuring", len(arms) * (1 + repeats * len(items))) as meter:
         for arm in arms:
             arm.run(prompts[items[0].id])
-            progress.advance(task)
+            meter.advance()
         for turn in range(repeats):
             for i, item in enumerate(items):
                 # each prompt starts at another arm, so that no arm always runs first
                 for arm in arms[(i + turn) % len(arms) :] + arms[: (i + turn) % len(arms)]:
                     _measure(arm, item.id, prompts[item.id], decoder)
-                    progress.advance(task)
+                    meter.advance()
     result = {
         "kind": "bench-quick",
         "settings": {
@@ -271,14 +270,4 @@ def print_table(result: dict[str, Any]) -> None:
     console.print(
         f"{len(settings['items'])} prompts, {settings['max_new_tokens']} tokens each, batch 1, {settings['dtype']}, "
         f"K={settings['k']}, p_drop={settings['p_drop']}. Ratios: median over prompts, with minimum and maximum."
-    )
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
     )

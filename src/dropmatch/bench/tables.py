@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dropmatch.bench.figures import number, share, spread
 from dropmatch.errors import DataError
 
 _BLOCK = re.compile(r"(<!-- results:begin (\S+) -->\n).*?(<!-- results:end -->)", re.DOTALL)
@@ -55,7 +56,7 @@ def _quick(result: dict[str, Any], name: str) -> str:
     lines = [_row(head), _row(["---", *["---:"] * (len(head) - 1)])]
     for arm, row in result["summary"].items():
         cells = [arm]
-        cells += ["{median:.2f}x ({min:.2f}-{max:.2f})".format(**row[key]) if key in row else "" for key in ratios]
+        cells += [spread(row.get(key)) for key in ratios]
         cells.append(_decoding_over_lossless(result["arms"], arm))
         cells.append(f"{row['tau']:.2f}" if "tau" in row else "")
         cells.append(f"{row['judge_over_target']:.1%}" if "judge_over_target" in row else "")
@@ -100,18 +101,17 @@ def _compare(result: dict[str, Any], name: str) -> str:
     for row in rows:
         cells = [f"{row['arm']}{' *' if row['pareto'] else ''}", *([row["task"]] if len(tasks) > 1 else [])]
         cells.append(f"{row['tau']:.2f} ({row['tau_low']:.2f}-{row['tau_high']:.2f})")
-        cells.append(_shares(row, "accuracy", "accuracy_low", "accuracy_high", sign=""))
-        cells.append(_shares(row, "accuracy_difference", "difference_low", "difference_high", sign="+"))
-        cells.append("" if row["p_value"] is None else f"{row['p_value']:.2g}")
+        cells.append(share(row, "accuracy", "accuracy_low", "accuracy_high"))
+        cells.append(share(row, "accuracy_difference", "difference_low", "difference_high", sign="+"))
+        cells.append(number(row["p_value"], ".2g"))
         cells.append(f"{row['lossy_share']:.2%}")
-        cells.append(_number(row["lossy_prob_mean"], ".2f"))
-        cells.append(_number(row["logprob_mean"], ".3f"))
-        cells.append(_number(row["length_ratio"], ".3f"))
-        cells.append(_number(row["repetition"], ".1%"))
-        cells.append(_number(row["diverged_share"], ".0%"))
+        cells.append(number(row["lossy_prob_mean"], ".2f"))
+        cells.append(number(row["logprob_mean"], ".3f"))
+        cells.append(number(row["length_ratio"], ".3f"))
+        cells.append(number(row["repetition"], ".1%"))
+        cells.append(number(row["diverged_share"], ".0%"))
         if has_speed:
-            for key in ("over_plain", "over_lossless"):
-                cells.append("{median:.2f}x ({min:.2f}-{max:.2f})".format(**row[key]) if row[key] else "")
+            cells += [spread(row["over_plain"]), spread(row["over_lossless"])]
         lines.append(_row(cells))
     settings, provenance = result["settings"], result["provenance"]
     lines += [
@@ -125,17 +125,6 @@ def _compare(result: dict[str, Any], name: str) -> str:
         f"`{provenance['command']}`.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _shares(row: dict[str, Any], value: str, low: str, high: str, *, sign: str) -> str:
-    """A share and its interval in per cent."""
-    if row[value] is None:
-        return ""
-    return f"{100 * row[value]:{sign}.1f} ({100 * row[low]:{sign}.1f} to {100 * row[high]:{sign}.1f})"
 
 
 def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dropmatch.bench.figures import number, share, spread
 from dropmatch.bench.summary import reference_arm
 
 _WIDTH = 160  # where the tables go to a file or a pipe
@@ -45,15 +46,15 @@ def _quality(task: str, rows: list[dict[str, Any]], references: Collection[str])
         cells = [
             escape(f"{row['arm']}{' *' if row['pareto'] else ''}"),
             f"{row['tau']:.2f} ({row['tau_low']:.2f}-{row['tau_high']:.2f})",
-            _share(row, "accuracy", "accuracy_low", "accuracy_high", ""),
+            share(row, "accuracy", "accuracy_low", "accuracy_high"),
         ]
         if row["arm"] in references:
             cells.append("" if row["accuracy"] is None else "reference")
         else:
             cells += [
-                _share(row, "accuracy_difference", "difference_low", "difference_high", "+"),
+                share(row, "accuracy_difference", "difference_low", "difference_high", sign="+"),
                 "" if row["gained"] is None else f"+{row['gained']}, -{row['lost']}",
-                _number(row["p_value"], ".2g"),
+                number(row["p_value"], ".2g"),
             ]
         table.add_row(*cells)
     return table
@@ -66,12 +67,12 @@ def _text(task: str, rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             escape(row["arm"]),
             f"{row['lossy_share']:.2%}",
-            _number(row["lossy_prob_mean"], ".2f"),
-            _number(row["logprob_mean"], ".3f"),
-            _number(row["length_ratio"], ".2f"),
-            _number(row["repetition"], ".1%"),
-            _number(row["diverged_share"], ".0%"),
-            _number(row["first_divergence_median"], ".0f"),
+            number(row["lossy_prob_mean"], ".2f"),
+            number(row["logprob_mean"], ".3f"),
+            number(row["length_ratio"], ".2f"),
+            number(row["repetition"], ".1%"),
+            number(row["diverged_share"], ".0%"),
+            number(row["first_divergence_median"], ".0f"),
         )
     return table
 
@@ -85,9 +86,9 @@ def _speed(task: str, rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             escape(row["arm"]),
             f"{row['tokens_per_second']:.2f}",
-            _spread(row["over_plain"]),
-            _spread(row["over_lossless"]),
-            _number(row["judge_over_target"], ".1%"),
+            spread(row["over_plain"]),
+            spread(row["over_lossless"]),
+            number(row["judge_over_target"], ".1%"),
         )
     return table
 
@@ -98,18 +99,3 @@ def _table(title: str, *figures: str) -> Table:
     for name in figures:
         table.add_column(name, justify="right")
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _share(row: Mapping[str, Any], value: str, low: str, high: str, sign: str) -> str:
-    """A share and its interval in per cent."""
-    if row[value] is None:
-        return ""
-    return f"{100 * row[value]:{sign}.1f} ({100 * row[low]:{sign}.1f} to {100 * row[high]:{sign}.1f})"
-
-
-def _spread(ratio: Mapping[str, float] | None) -> str:
-    return "" if ratio is None else "{median:.2f}x ({min:.2f}-{max:.2f})".format(**ratio)

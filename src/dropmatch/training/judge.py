@@ -19,6 +19,7 @@ import torch
 from dropmatch.api import Decoder
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
+from dropmatch.bench.results import with_lines, write_whole
 from dropmatch.bench.tasks import Item, Score, score_all
 from dropmatch.bench.tasks.numbers import same_number
 from dropmatch.drafters.draft_model import DraftModelDrafter
@@ -299,10 +300,7 @@ def _write_labels(
     """One prompt a line, so that a large file stays readable."""
     head = {"kind": KIND, "format": FORMAT, "settings": {**settings, "data": list(data)}, "provenance": provenance}
     items = ",\n".join("  " + json.dumps(entry) for entry in entries)
-    text = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}") + f',\n "items": [\n{items}\n ]\n}}\n'
-    partial = output.with_name(output.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output)
+    write_whole(with_lines(head, "items", f"[\n{items}\n ]"), output)
 
 
 # -- hidden states --------------------------------------------------------------------------------------------------

@@ -1,0 +1,23 @@
+"""Figures as text, alike in documents and in the terminal. Those that were not measured are empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in one of Python's formats."""
+    return "" if value is None else format(value, form)
+
+
+def share(row: Mapping[str, Any], value: str, low: str, high: str, *, sign: str = "") -> str:
+    """A share of a summary's row and its interval in per cent. sign: "+" shows that of positive ones too."""
+    if row[value] is None:
+        return ""
+    return f"{100 * row[value]:{sign}.1f} ({100 * row[low]:{sign}.1f} to {100 * row[high]:{sign}.1f})"
+
+
+def spread(ratio: Mapping[str, float] | None) -> str:
+    """A ratio of speeds: median, minimum and maximum over prompts."""
+    return "" if ratio is None else "{median:.2f}x ({min:.2f}-{max:.2f})".format(**ratio)
