@@ -5,6 +5,7 @@ Nothing here waits for the device while tokens are decoded. Knows flat rows and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -118,6 +119,11 @@ class Hook:
     def read(self, extra: dict[str, object] | None) -> RequestSettings:
         """A request's settings. They were checked when the request came in."""
         return parse_request(self.config, extra)
+
+    def asked(self, params: Any, temperature: float) -> Asked:
+        """A request by vLLM's sampling parameters, at the temperature that the runner decodes it with."""
+        seed = self.config.seed if params.seed is None else params.seed
+        return Asked(self.read(params.extra_args), seed, temperature)
 
     def settle(self) -> float:
         """Choose p_drop from the hidden states that `captured` holds."""
@@ -304,9 +310,31 @@ class _Snapshot:
         return [float(value) for value in self._host.tolist()]
 
 
-def make_hook(config: PluginConfig, vllm_config: Any, device: torch.device) -> Hook:
-    model = vllm_config.model_config
-    return Hook(config, hidden_size=model.get_hidden_size(), dtype=model.dtype, device=device)
+def wrap_init(original: Any, config: PluginConfig) -> Any:
+    """A runner's __init__ that gives the runner its hook."""
+
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, device: torch.device, *args: Any, **options: Any) -> None:
+        original(self, vllm_config, device, *args, **options)
+        model = vllm_config.model_config
+        hook = Hook(config, hidden_size=model.get_hidden_size(), dtype=model.dtype, device=torch.device(device))
+        setattr(self, ATTRIBUTE, hook)
+
+    return init
+
+
+def wrap_dummy_run(original: Any) -> Any:
+    """A runner's _dummy_sampler_run that judges a block of noise too."""
+
+    @functools.wraps(original)
+    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
+        output = original(self, *args, **options)
+        hook = hook_of(self)
+        if hook is not None:
+            hook.dummy_pass(_max_drafted_rows(self.vllm_config))
+        return output
+
+    return dummy_run
 
 
 def hook_of(runner: Any) -> Hook | None:
@@ -334,7 +362,7 @@ def report(hook: Hook, output: Any) -> Any:
     return output
 
 
-def max_drafted_rows(vllm_config: Any) -> int:
+def _max_drafted_rows(vllm_config: Any) -> int:
     """Most drafted tokens that one step can bring."""
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     drafted = scheduler.max_num_seqs * speculative.num_speculative_tokens

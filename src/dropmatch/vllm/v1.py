@@ -20,9 +20,9 @@ from dropmatch.vllm.hook import (
     Drafts,
     current,
     hook_of,
-    make_hook,
-    max_drafted_rows,
     report,
+    wrap_dummy_run,
+    wrap_init,
 )
 from dropmatch.vllm.settings import PluginConfig
 
@@ -46,21 +46,12 @@ def install(config: PluginConfig) -> None:
     if hasattr(rejection_sampler.rejection_sample, ATTRIBUTE):
         return
     runner: Any = GPUModelRunner
-    runner.__init__ = _wrap_init(runner.__init__, config)
+    runner.__init__ = wrap_init(runner.__init__, config)
     runner.sample_tokens = _wrap_sample_tokens(runner.sample_tokens)
-    runner._dummy_sampler_run = _wrap_dummy_run(runner._dummy_sampler_run)
+    runner._dummy_sampler_run = wrap_dummy_run(runner._dummy_sampler_run)
     proposer: Any = SpecDecodeBaseProposer
     proposer._sample_draft_tokens = _wrap_draft_tokens(proposer._sample_draft_tokens, config)
     rejection_sampler.rejection_sample = _wrap_rejection(rejection_sampler.rejection_sample)
-
-
-def _wrap_init(original: Any, config: PluginConfig) -> Any:
-    @functools.wraps(original)
-    def init(self: Any, vllm_config: Any, device: torch.device, *args: Any, **options: Any) -> None:
-        original(self, vllm_config, device, *args, **options)
-        setattr(self, ATTRIBUTE, make_hook(config, vllm_config, device))
-
-    return init
 
 
 def _wrap_sample_tokens(original: Any) -> Any:
@@ -83,18 +74,6 @@ def _wrap_sample_tokens(original: Any) -> Any:
         return report(hook, output)
 
     return sample_tokens
-
-
-def _wrap_dummy_run(original: Any) -> Any:
-    @functools.wraps(original)
-    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
-        output = original(self, *args, **options)
-        hook = hook_of(self)
-        if hook is not None:
-            hook.dummy_pass(max_drafted_rows(self.vllm_config))
-        return output
-
-    return dummy_run
 
 
 def _wrap_draft_tokens(original: Any, config: PluginConfig) -> Any:
@@ -187,10 +166,8 @@ def _asked(runner: Any, request: str) -> Asked:
     hook = hook_of(runner)
     assert hook is not None
     params = runner.requests[request].sampling_params
-    seed = hook.config.seed if params.seed is None else params.seed
     # below this vLLM itself decodes greedily
-    temperature = 0.0 if params.temperature < 1e-5 else params.temperature
-    return Asked(hook.read(params.extra_args), seed, temperature)
+    return hook.asked(params, 0.0 if params.temperature < 1e-5 else params.temperature)
 
 
 def _positions(runner: Any) -> Tensor:

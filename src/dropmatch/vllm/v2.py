@@ -17,14 +17,13 @@ from torch import Tensor
 
 from dropmatch.vllm.hook import (
     ATTRIBUTE,
-    Asked,
     Drafts,
     Hook,
     current,
     hook_of,
-    make_hook,
-    max_drafted_rows,
     report,
+    wrap_dummy_run,
+    wrap_init,
 )
 from dropmatch.vllm.settings import PluginConfig
 
@@ -50,25 +49,16 @@ def install(config: PluginConfig) -> None:
     if hasattr(rejection_sampler.rejection_sample, ATTRIBUTE):
         return
     runner: Any = GPUModelRunner
-    runner.__init__ = _wrap_init(runner.__init__, config)
+    runner.__init__ = wrap_init(runner.__init__, config)
     runner.load_model = _wrap_load(runner.load_model)
     runner.sample = _wrap_sample(runner.sample)
     runner.sample_tokens = _wrap_sample_tokens(runner.sample_tokens)
-    runner._dummy_sampler_run = _wrap_dummy_run(runner._dummy_sampler_run)
+    runner._dummy_sampler_run = wrap_dummy_run(runner._dummy_sampler_run)
     sampler: Any = Sampler
     sampler.add_request = _wrap_add_request(sampler.add_request)
     rejection: Any = rejection_sampler.RejectionSampler
     rejection.__call__ = _wrap_call(rejection.__call__)
     rejection_sampler.rejection_sample = _wrap_rejection(rejection_sampler.rejection_sample)
-
-
-def _wrap_init(original: Any, config: PluginConfig) -> Any:
-    @functools.wraps(original)
-    def init(self: Any, vllm_config: Any, device: torch.device, *args: Any, **options: Any) -> None:
-        original(self, vllm_config, device, *args, **options)
-        setattr(self, ATTRIBUTE, make_hook(config, vllm_config, torch.device(device)))
-
-    return init
 
 
 def _wrap_load(original: Any) -> Any:
@@ -121,18 +111,6 @@ def _wrap_sample_tokens(original: Any) -> Any:
         return output if hook is None else report(hook, output)
 
     return sample_tokens
-
-
-def _wrap_dummy_run(original: Any) -> Any:
-    @functools.wraps(original)
-    def dummy_run(self: Any, *args: Any, **options: Any) -> Any:
-        output = original(self, *args, **options)
-        hook = hook_of(self)
-        if hook is not None:
-            hook.dummy_pass(max_drafted_rows(self.vllm_config))
-        return output
-
-    return dummy_run
 
 
 def _wrap_call(original: Any) -> Any:
@@ -211,7 +189,9 @@ class _Chunk:
         bounds = batch.cu_num_logits_np[first : last + 1]
         self.start = int(bounds[0])
         self.num_drafts = [int(n) - 1 for n in bounds[1:] - bounds[:-1]]
-        self.requests = [_asked(hook, step, int(index)) for index in batch.idx_mapping_np[first:last]]
+        assert step.params is not None
+        params = [step.params[int(index)] for index in batch.idx_mapping_np[first:last]]
+        self.requests = [hook.asked(each, float(each.temperature)) for each in params]
         self.is_sampled = any(asked.temperature > 0 for asked in self.requests)
         request, place = hook.places(self.num_drafts)
         starts = hook.to_device(bounds[:-1].astype("int64") - self.start)
@@ -252,10 +232,3 @@ class _Chunk:
             final_row=row,
             draft_logits=None if draft_logits is None else draft,
         )
-
-
-def _asked(hook: Hook, step: _Step, index: int) -> Asked:
-    assert step.params is not None
-    params = step.params[index]
-    seed = hook.config.seed if params.seed is None else params.seed
-    return Asked(hook.read(params.extra_args), seed, float(params.temperature))
