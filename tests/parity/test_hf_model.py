@@ -238,6 +238,22 @@ def test_twin_rows_are_run_once_until_they_part(tiny: Builder, monkeypatch: pyte
     run.step(5)
 
 
+def test_twins_that_are_given_other_tokens_are_run_apart(tiny: Builder) -> None:
+    run = session(tiny("llama"), FLOAT64_SDPA)
+    run.texts = [[5, 6, 7], [5, 6, 7], [5, 6, 7]]
+    run.wrapped.add_rows(run.texts)
+    drafts = [[1, 2], [1, 3], [1, 2]]
+    hidden = run.wrapped.forward(torch.tensor(drafts)).hidden
+    texts = [text + draft for text, draft in zip(run.texts, drafts, strict=True)]
+    for row, logits in zip(hidden, plain_logits(run.model, texts), strict=True):
+        run.check(row[-1], logits[-1])
+    run.wrapped.commit([2, 2, 1])
+    run.texts = [texts[0], texts[1], texts[2][:-1]]
+    hidden = run.wrapped.forward(torch.tensor([[4], [4], [4]])).hidden
+    for row, logits in zip(hidden, plain_logits(run.model, [[*text, 4] for text in run.texts]), strict=True):
+        run.check(row[-1], logits[-1])
+
+
 def test_truncated_twins_stay_twins_at_one_length(tiny: Builder) -> None:
     wrapped = HFModel(tiny("llama"))
     wrapped.add_rows([[5, 6, 7, 8]] * 3)
