@@ -1,0 +1,176 @@
+"""Tables of comparisons: every figure of a file, the trade of tau for accuracy, and several files as in Table 6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dropmatch.bench.figures import number, share, spread
+from dropmatch.bench.tables import published
+from dropmatch.bench.tables.markdown import (
+    Named,
+    Result,
+    block,
+    grid,
+    made_by,
+    options,
+    pair,
+    percent,
+    tau,
+    tokens_each,
+)
+from dropmatch.errors import DataError
+
+_PAPER_RULES = ("dropmatch", "dropmatch-paper")
+
+
+def every_figure(named: Named) -> str:
+    """What the rules keep and what it costs the answers; speed only where it was timed."""
+    result, name = named
+    rows = result["summary"]
+    has_speed = any(row["over_lossless"] for row in rows)
+    has_tasks = len({row["task"] for row in rows}) > 1
+    head = ["rule", *(["task"] if has_tasks else []), "tau", "accuracy", "less lossless (95%)", "p", "lossy tokens"]
+    head += ["their probability", "log-probability", "length", "repeated 4-grams", "changed answers"]
+    head += ["over plain", "over lossless"] if has_speed else []
+    lines = [
+        [
+            f"{row['arm']}{' *' if row['pareto'] else ''}",
+            *([row["task"]] if has_tasks else []),
+            tau(row),
+            _accuracy(row),
+            _difference(row),
+            number(row["p_value"], ".2g"),
+            percent(row["lossy_share"], 2),
+            number(row["lossy_prob_mean"], ".2f"),
+            number(row["logprob_mean"], ".3f"),
+            number(row["length_ratio"], ".3f"),
+            percent(row["repetition"]),
+            percent(row["diverged_share"], 0),
+            *([spread(row["over_plain"]), spread(row["over_lossless"])] if has_speed else []),
+        ]
+        for row in rows
+    ]
+    return block(
+        grid(head, lines, left=2 if has_tasks else 1),
+        f"{len(result['settings']['items'])} prompts. Accuracy in per cent with Wilson's 95% interval; the difference "
+        "to lossless is paired by prompt, p is McNemar's exact test; `*`: no rule beats it in both tau and accuracy. "
+        f"Log-probability: mean per token of the text under the undropped target. {_run(result)} "
+        f"{made_by(result, name)}",
+    )
+
+
+def pareto(named: Named) -> str:
+    """tau against accuracy, the highest tau first, those on the front in bold."""
+    result, name = named
+    rows = result["summary"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    rows = sorted((row for row in rows if row["task"] == tasks[0]), key=lambda row: -row["tau"])
+    has_speed = any(row["over_lossless"] for row in rows)
+    head = ["rule", "tau", "accuracy", "less lossless (95%)", "p", "lossy tokens", "log-probability, less lossless"]
+    lines = [
+        [
+            f"**{row['arm']}**" if row["pareto"] else row["arm"],
+            tau(row),
+            _accuracy(row),
+            _difference(row),
+            number(row["p_value"], ".2g"),
+            percent(row["lossy_share"], 2),
+            number(row.get("logprob_difference"), "+.3f"),
+            *([spread(row["over_lossless"])] if has_speed else []),
+        ]
+        for row in rows
+    ]
+    over = f" ({', '.join(tasks[1:])} together)" if len(tasks) > 1 else ""
+    return block(
+        grid([*head, *(["over lossless"] if has_speed else [])], lines),
+        f"{len(result['settings']['items'])} prompts of {tasks[0]}{over}; bold: no rule beats it in both tau and "
+        "accuracy, by the point estimates. Accuracy in per cent with Wilson's 95% interval; the difference to lossless "
+        f"is paired by prompt, p is McNemar's exact test. {_run(result)} {made_by(result, name)}",
+    )
+
+
+def paper6(files: Sequence[Named]) -> str:
+    """Table 6: lossless and DropMatch by draft length, tasks side by side, over all files; the paper's pairs below."""
+    rows: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for result, name in files:
+        for row in result["summary"]:
+            rule, task = row["rule"], row["task"]
+            if task == "all" or not (rule == "lossless" or rule.split("@")[0] in _PAPER_RULES):
+                continue
+            cells = rows.setdefault((rule, row["draft_length"]), {})
+            if task in cells:
+                raise DataError(f"{name} has {task} too. Give each task in one file.")
+            cells[task] = row
+    if not rows:
+        raise DataError(f"{files[0][1]} compares neither lossless nor dropmatch. Give a file that does.")
+    tasks = list(dict.fromkeys(task for cells in rows.values() for task in cells))
+    has_speed = any(row["over_lossless"] for cells in rows.values() for row in cells.values())
+    head = ["", *(title for task in tasks for title in _task_titles(task, rows, has_speed))]
+    lines = [
+        [f"{rule} L={length}", *(text for task in tasks for text in _task_cells(cells.get(task), has_speed))]
+        for (rule, length), cells in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0] != "lossless"))
+    ]
+    lengths = {length for _, length in rows}
+    for models, methods in published.COMPARISON.items():
+        lines += [
+            [
+                f"paper, {models}: {'DropMatch' if is_lossy else 'lossless'} L={length}",
+                *(text for task in tasks for text in _published_cells(methods, is_lossy, length, task, has_speed)),
+            ]
+            for is_lossy, length in methods
+            if length in lengths
+        ]
+    first = files[0][0]
+    speed = "; speed over lossless decoding at the same L, median over prompts (minimum-maximum)" if has_speed else ""
+    timed = " The paper's speed is put as the quotient at the same L." if has_speed else ""
+    return block(
+        grid(head, lines),
+        "tau with its 95% bootstrap interval over prompts, accuracy in per cent with Wilson's 95% interval and, in "
+        f"square brackets, the difference to lossless decoding, paired by prompt, in points{speed}. {_run(first)} "
+        f"Paper: Table 6.{timed}",
+        *(made_by(result, name) for result, name in files),
+    )
+
+
+def _task_titles(task: str, rows: Mapping[Any, Mapping[str, Mapping[str, Any]]], has_speed: bool) -> list[str]:
+    n = next(cells[task]["n"] for cells in rows.values() if task in cells)
+    return [f"{task} (n={n}): tau", f"{task}: accuracy", *([f"{task}: over lossless"] if has_speed else [])]
+
+
+def _task_cells(row: Mapping[str, Any] | None, has_speed: bool) -> list[str]:
+    if row is None:
+        return [""] * (3 if has_speed else 2)
+    difference = "" if row["rule"] == "lossless" else _difference(row)
+    quality = _accuracy(row) + (f" [{difference}]" if difference else "")
+    return [tau(row), quality, *([spread(row["over_lossless"])] if has_speed else [])]
+
+
+def _published_cells(
+    methods: Mapping[tuple[bool, int], Mapping[str, tuple[float, float, float]]],
+    is_lossy: bool,
+    length: int,
+    task: str,
+    has_speed: bool,
+) -> list[str]:
+    if task not in methods[is_lossy, length]:
+        return [""] * (3 if has_speed else 2)
+    speed, paper_tau, quality = methods[is_lossy, length][task]
+    base = methods[False, length][task][0]
+    return [f"{paper_tau:.2f}", f"{quality:.1f}", *([f"{speed / base:.2f}x"] if has_speed else [])]
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    return share(row, "accuracy", "accuracy_low", "accuracy_high")
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    return share(row, "accuracy_difference", "difference_low", "difference_high", sign="+")
+
+
+def _run(result: Result) -> str:
+    settings = result["settings"]
+    return (
+        f"Pair: {pair(settings)}, {options(settings)} where a rule does not say; temperature "
+        f"{settings['temperature']:g}, {tokens_each(settings)}; torch {result['provenance']['torch']}."
+    )

@@ -1,0 +1,34 @@
+"""Table of bench vllm: stock vLLM and DropMatch inside vLLM."""
+
+from __future__ import annotations
+
+from dropmatch.bench.figures import number, share
+from dropmatch.bench.tables.markdown import Named, block, grid, machine, made_by
+
+
+def vllm(named: Named) -> str:
+    """A row an arm, stock first."""
+    result, name = named
+    settings, provenance = result["settings"], result["provenance"]
+    lines = [
+        [
+            row["arm"],
+            number(row["tau"], ".2f"),
+            number(row["tokens_per_second"], ".1f"),
+            f"{row['over_stock']:.2f}x",
+            share(row, "accuracy", "accuracy_low", "accuracy_high"),
+            "" if row["gained"] is None else f"{row['gained']}, {row['lost']}",
+            number(row["p_value"], ".2g"),
+            "" if row["lossy_tokens"] is None else f"{row['lossy_tokens']:.0f} of {row['tokens']}",
+        ]
+        for row in result["summary"]
+    ]
+    given = ", ".join(f"{key}={value}" for key, value in settings["dropmatch"].items()) or "its defaults"
+    draft = settings["speculative"].get("model", settings["speculative"].get("method"))
+    return block(
+        grid(["", "tau", "tokens/s", "over stock", "accuracy", "gained, lost", "p", "lossy tokens"], lines),
+        f"{len(settings['items'])} prompts at once, at most {settings['max_new_tokens']} tokens each, temperature 0; "
+        f"median of {settings['repeats']} passes after a warm-up. Accuracy in per cent with Wilson's 95% interval, p "
+        f"of McNemar's exact test against stock. Pair: `{settings['target']}` with `{draft}`; DropMatch with {given}; "
+        f"vLLM {provenance['vllm']}; {machine(result)}. {made_by(result, name)}",
+    )
