@@ -18,12 +18,14 @@ from dropmatch.bench.analyses import heads as heads_analysis
 from dropmatch.bench.analyses import overhead as overhead_analysis
 from dropmatch.bench.analyses.single_head import Head, HeadAlone, head_tokens
 from dropmatch.bench.journal import Journal
+from dropmatch.bench.tables import table
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.calibrate import P_DROP_GRID, TARGET_RADIUS
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.errors import ConfigError
 from dropmatch.hf.encoders import load_encoder, load_entailment
 from dropmatch.ops.divergence import LN2
+from tabled import Table, column, tables
 
 QUESTIONS = ("how fast is the train", "why is the sky blue", "how many men carried the nets", "what is the area")
 
@@ -54,6 +56,11 @@ def _read(path: Path) -> Any:
         raise AssertionError(f"{name} is no JSON")
 
     return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def _tables(path: Path) -> list[Table]:
+    """As documents show a results file."""
+    return tables(table([(path, path.name)]))
 
 
 # -- one head alone -------------------------------------------------------------------------------------------------
@@ -152,6 +159,10 @@ def test_heads_reports_all_three_tables(analyze_heads: Command, tmp_path: Path) 
     for title in ("Each head alone", "Votes of 3 heads", "Eq. 6"):
         assert title in done.out
     assert "answers: " in done.err  # progress also where standard error is no terminal
+    alone, votes, divergence = _tables(tmp_path / "heads.json")
+    assert column(alone, "head 3")[2].startswith(f"{100 * rows['head 3 p=0']['accuracy']:.1f} (")
+    assert column(votes, "positions") == [str(row["positions"]) for row in result["votes"]]
+    assert column(divergence, "tokens") == [str(row["tokens"]) for row in result["divergence"]]
     assert not list(tmp_path.glob("*.journal"))
 
 
@@ -279,6 +290,8 @@ def test_overhead_times_every_way_to_judge(command: Command, pair: tiny.TinyPair
     assert all(len(values) == 3 for values in result["seconds"].values())
     assert result["settings"]["skipped"] == []
     assert "all 4 positions judged" in done.out
+    (shown,) = _tables(output)
+    assert column(shown, "ms")[1:] == [f"{row['ms_median']:.3f}" for row in result["rows"]]
 
 
 def test_overhead_judges_all_inputs_as_the_engine_would(decoder: Decoder) -> None:
@@ -334,6 +347,8 @@ def test_radius_grows_with_the_rate_and_says_what_auto_picks(
         assert choice["median_radius"][str(choice["p_drop"])] <= TARGET_RADIUS
         assert f"picks {choice['p_drop']:g}" in done.out
     assert result["settings"]["positions"] == 61
+    (shown,) = _tables(tmp_path / "r.json")
+    assert column(shown, "median") == [f"{median:.4f}" for median in medians]
 
 
 def test_radius_can_be_asked_at_prompts(command: Command, pair: tiny.TinyPair, data: Path, tmp_path: Path) -> None:
@@ -397,6 +412,8 @@ def test_similarity_writes_symmetric_matrices(
     assert same["cosine_to_target"] == pytest.approx([1.0] * 3, abs=1e-5)
     assert different["cosine_between_heads"] < 1.0 - 1e-4
     assert "cosine, p_drop=0.4" in done.out
+    _, shown = _tables(tmp_path / "s.json")
+    assert shown[1][2] == f"{different['cosine'][0][1]:.3f} / {different['entailment'][0][1]:.3f}"
 
 
 def test_embeddings_are_means_over_a_texts_own_tokens(bert: dict[str, str]) -> None:
@@ -461,6 +478,10 @@ def test_batch_sets_dropmatch_against_lossless_by_size(
     assert all(tokens == 6 * batch for (batch, _, _), tokens in emitted.items())
     assert len(result["runs"]) == len(emitted) == 12
     assert "decoding only" in done.out
+    (shown,) = _tables(tmp_path / "b.json")
+    assert column(shown, "tau")[0] == ", ".join(
+        f"{result['summary'][0][arm]['tau']:.2f}" for arm in ("lossless", "dropmatch")
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import pytest
 
 import tiny
 from dropmatch.bench import autojudge as autojudge_module
+from dropmatch.bench.tables import table
 from dropmatch.bench.tasks import Item, Score, load_items
 from dropmatch.cli import main
 from dropmatch.errors import ConfigError
 from dropmatch.judge import judge_info, load_judge, save_judge
 from dropmatch.training import judge as training
+from tabled import column, tables
 from toys import judge_head
 
 pytest.importorskip("sklearn")
@@ -316,6 +318,11 @@ def test_the_benchmark_makes_the_tables_and_figures(
         assert [point["tau"] for point in points] == sorted(point["tau"] for point in points)
         assert all(point["accuracy_low"] <= point["accuracy"] <= point["accuracy_high"] for point in points)
     assert len(curves["lossless"]) == 2
+    by_threshold, _, far_curves = tables(table([(tmp_path / "out" / "autojudge.json", "autojudge.json")]))
+    assert [cell.split(" ")[0] for cell in column(by_threshold, "with DropMatch p=0.1: tau")[2:4]] == [
+        f"{row['dropmatch+judge']['0.1']['tau']:.2f}" for row in result["table8"]
+    ]
+    assert len(far_curves) == 1 + sum(map(len, curves.values()))
     # a finished part is not run again; a changed one is
     monkeypatch.setattr(autojudge_module, "run_compare", lambda *_, **__: pytest.fail("run again"))
     command(*arguments, "-o", tmp_path / "out")

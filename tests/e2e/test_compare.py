@@ -10,7 +10,9 @@ import pytest
 
 import tiny
 from dropmatch.bench import compare as compare_module
+from dropmatch.bench.tables import table
 from dropmatch.cli import main
+from tabled import column, tables
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,12 @@ def test_a_comparison_holds_all_that_it_promises(
     assert result["provenance"]["command"].startswith("dropmatch compare")
     assert not output.with_name("compare.json.journal").exists()
     assert "lossless L=3" in capsys.readouterr().out
+    (every,), (trade,), (paper6,) = (
+        tables(table([(output, "compare.json")], form)) for form in ("", "pareto", "paper-6")
+    )
+    assert column(every, "task").count("mt_bench") == len(arms)
+    assert sorted(cell.strip("*") for cell in column(trade, "rule")) == sorted(arms)
+    assert [cells[0] for cells in paper6[1:]] == ["lossless L=3", "dropmatch L=3", "dropmatch@p=0.2@k=3 L=3"]
 
 
 def test_batch_mates_and_other_arms_change_nothing(

@@ -13,6 +13,7 @@ import dropmatch
 import eagle
 import tiny
 from dropmatch import SamplingParams
+from dropmatch.bench.tables import table
 from dropmatch.cli import main
 from dropmatch.config import EngineConfig
 from dropmatch.eagle3 import find
@@ -20,6 +21,7 @@ from dropmatch.eagle3.checkpoint import save_head
 from dropmatch.eagle3.drafter import Eagle3Drafter
 from dropmatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from dropmatch.hf import hub
+from tabled import column, tables
 
 PROMPT = "why is the sky blue"
 
@@ -178,6 +180,9 @@ def test_train_generate_and_bench_from_the_command_line(
     own = [row["tau"] for row in result["domains"] if row["drafter"] == "draft-model"]
     assert min(own) > 2.5  # the target drafts for itself
     assert result["provenance"]["torch"] == torch.__version__
+    depths, domains = tables(table([(output, "bench.json")]))
+    assert [cell.split(" ")[0] for cell in column(depths, "tau")] == [f"{row['tau']:.2f}" for row in result["depths"]]
+    assert [cell.split(" ")[0] for cell in column(domains, "tau")] == [f"{row['tau']:.2f}" for row in result["domains"]]
     assert all((tmp_path / part).exists() for part in result["parts"])
 
 
