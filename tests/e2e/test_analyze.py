@@ -413,6 +413,7 @@ def test_similarity_writes_symmetric_matrices(
     assert different["cosine_between_heads"] < 1.0 - 1e-4
     assert "cosine, p_drop=0.4" in done.out
     _, shown = _tables(tmp_path / "s.json")
+    assert f"`{bert['encoder']}`, `{bert['nli']}`" in table([(tmp_path / "s.json", "s.json")])
     assert shown[1][2] == f"{different['cosine'][0][1]:.3f} / {different['entailment'][0][1]:.3f}"
 
 

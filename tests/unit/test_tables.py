@@ -233,6 +233,7 @@ def test_table_6_sets_files_side_by_side_above_the_papers_pairs(tmp_path: Path) 
         *(row("dropmatch", 10, "mmlu", **UNGRADED), row("dropmatch", 10, "mbpp")),
     )
     other["provenance"] = {**PROVENANCE, "command": "another command"}
+    other["settings"]["k"] = 3
     for name, result in (("a.json", one), ("b.json", other)):
         (tmp_path / name).write_text(json.dumps(result))
     block = "<!-- results:begin a.json b.json paper-6 -->\n<!-- results:end -->\n"
@@ -259,15 +260,18 @@ def test_table_6_sets_files_side_by_side_above_the_papers_pairs(tmp_path: Path) 
     assert column(shown_table, "mmlu (n=9): tau")[1] == "5.50 (5.25-5.75)"
     assert column(shown_table, "mmlu: accuracy")[:4] == ["75.0 (25.0 to 75.0)", "", "86.1", "85.3"]
     assert column(shown_table, "mbpp: accuracy")[2:] == [""] * 4  # not in the paper
+    assert "`a.json`: Pair: `big` with `small`, bfloat16, K=5" in text
+    assert "`b.json`: Pair: `big` with `small`, bfloat16, K=3" in text
     assert "From `a.json`, made by\n`dropmatch do --it d/e`.\nFrom `b.json`, made by\n`another command`." in text
     assert "over lossless" not in text
 
 
 def test_table_6_has_speed_at_the_same_length(tmp_path: Path) -> None:
     rows = [row(rule, 10, over_lossless=SPREAD) for rule in ("lossless", "dropmatch")]
+    rows.append(row("dropmatch", 4, over_lossless=SPREAD))  # measured against lossless at 10
     (shown_table,) = tables(shown(comparison(*rows), tmp_path, "paper-6"))
     assert column(shown_table, "gsm8k: over lossless") == [
-        *["1.50x (1.00-2.00)"] * 2,
+        *("", "1.50x (1.00-2.00)", "1.50x (1.00-2.00)"),
         *("1.00x", f"{1.22 / 1.02:.2f}x", "1.00x", f"{1.13 / 0.96:.2f}x"),
     ]
 
@@ -379,7 +383,7 @@ def test_similarity_is_a_matrix_a_rate(tmp_path: Path, with_entailment: bool) ->
         {"p_drop": p, "same_text": 0.5, **cosine, **(entailment if with_entailment else dict.fromkeys(entailment))}
         for p in (0.1, 0.3)
     ]
-    settings: Result = {**SETTINGS, "k": 2, "encoder": "mini", "entailment": "nli" if with_entailment else None}
+    settings: Result = {**SETTINGS, "k": 2, "encoder": "mini", "nli": "pairs" if with_entailment else None}
     settings |= {"encoder_max_tokens": 64, "texts_cut": 3, "pairs_cut": 1 if with_entailment else None}
     result: Result = {
         "kind": "analyze-similarity",
@@ -397,6 +401,7 @@ def test_similarity_is_a_matrix_a_rate(tmp_path: Path, with_entailment: bool) ->
     assert first[3][1] == ("0.938 / 0.250" if with_entailment else "0.938")
     assert "3 texts were cut to the encoder's 64 tokens" in text
     assert ("entail" in text) == with_entailment
+    assert ("compare: `mini`, `pairs`;" if with_entailment else "compare: `mini`;") in text
     assert "tokens to 50.0% of the prompts" in text
 
 
@@ -668,7 +673,7 @@ def eagle3() -> Result:
         "top_k": 10,
         "lengths": [6],
         "speed_items": 1,
-        "data": ["gsm8k.jsonl"],
+        "items": ["gsm8k/7", "mt_bench/1"],
     }
     return {
         "kind": "bench-eagle3",
@@ -700,8 +705,7 @@ def test_drafters_far_from_their_text_stand_beside_the_papers(eagle3: Result, tm
     assert column(shown_table, "drafter") == ["EAGLE-3"] * 4 + ["draft model"] * 4
     assert column(shown_table, "paper: tau") == ["", "", "1.46", "", "", "", "4.85", "5.24"]
     assert column(shown_table, "score") == ["", "", "7.96", "", "", "", "8.08", "8.12"]
-    assert "Own: gsm8k.jsonl; other: " in text
-    assert "(korean)" in text
+    assert "Own prompts: gsm8k, mt_bench; other: korean." in text
     assert len(tables(shown(eagle3, tmp_path))) == 2
 
 

@@ -108,7 +108,14 @@ def paper6(files: Sequence[Named]) -> str:
     has_speed = any(row["over_lossless"] for cells in rows.values() for row in cells.values())
     head = ["", *(title for task in tasks for title in _task_titles(task, rows, has_speed))]
     lines = [
-        [f"{rule} L={length}", *(text for task in tasks for text in _task_cells(cells.get(task), has_speed))]
+        [
+            f"{rule} L={length}",
+            *(
+                text
+                for task in tasks
+                for text in _task_cells(cells, rows.get(("lossless", length), {}), task, has_speed)
+            ),
+        ]
         for (rule, length), cells in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0] != "lossless"))
     ]
     lengths = {length for _, length in rows}
@@ -121,14 +128,16 @@ def paper6(files: Sequence[Named]) -> str:
             for is_lossy, length in methods
             if length in lengths
         ]
-    first = files[0][0]
+    runs = [_run(result) for result, _ in files]
+    if len(set(runs)) > 1:
+        runs = [f"`{name}`: {run}" for run, (_, name) in zip(runs, files, strict=True)]
     speed = "; speed over lossless decoding at the same L, median over prompts (minimum-maximum)" if has_speed else ""
     timed = " The paper's speed is put as the quotient at the same L." if has_speed else ""
     return block(
         grid(head, lines),
         "tau with its 95% bootstrap interval over prompts, accuracy in per cent with Wilson's 95% interval and, in "
-        f"square brackets, the difference to lossless decoding, paired by prompt, in points{speed}. {_run(first)} "
-        f"Paper: Table 6.{timed}",
+        f"square brackets, the difference to lossless decoding, paired by prompt, in points{speed}. "
+        f"{' '.join(dict.fromkeys(runs))} Paper: Table 6.{timed}",
         *(made_by(result, name) for result, name in files),
     )
 
@@ -138,12 +147,16 @@ def _task_titles(task: str, rows: Mapping[Any, Mapping[str, Mapping[str, Any]]],
     return [f"{task} (n={n}): tau", f"{task}: accuracy", *([f"{task}: over lossless"] if has_speed else [])]
 
 
-def _task_cells(row: Mapping[str, Any] | None, has_speed: bool) -> list[str]:
-    if row is None:
+def _task_cells(
+    cells: Mapping[str, Mapping[str, Any]], lossless: Mapping[str, Any], task: str, has_speed: bool
+) -> list[str]:
+    """lossless: rows of lossless decoding at the same length by task; without one there is no speed to show."""
+    if task not in cells:
         return [""] * (3 if has_speed else 2)
+    row = cells[task]
     difference = "" if row["rule"] == "lossless" else _difference(row)
     quality = _accuracy(row) + (f" [{difference}]" if difference else "")
-    return [tau(row), quality, *([spread(row["over_lossless"])] if has_speed else [])]
+    return [tau(row), quality, *([spread(row["over_lossless"] if task in lossless else None)] if has_speed else [])]
 
 
 def _published_cells(

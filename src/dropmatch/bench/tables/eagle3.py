@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dropmatch.bench.figures import share, spread
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import Named, Result, block, grid, made_by, options, pair, part, percent, tau
@@ -55,7 +57,6 @@ def domains(named: Named) -> str:
     """Table 10: tau of each drafter on prompts like the head's training text, and on others."""
     result, name = named
     settings = result["settings"]
-    kinds = {"own": "own", "other": "other"}
     lines = []
     for row in part(result, "domains", name):
         is_far = row["domain"] == "other"
@@ -64,7 +65,7 @@ def domains(named: Named) -> str:
             [
                 _DRAFTERS.get(row["drafter"], row["drafter"]),
                 row["rule"],
-                kinds[row["domain"]],
+                row["domain"],
                 str(row["n"]),
                 tau(row),
                 percent(row["lossy_share"]),
@@ -74,11 +75,15 @@ def domains(named: Named) -> str:
     head = ["drafter", "rule", "prompts", "n", "tau", "lossy tokens", "paper: tau", "score"]
     return block(
         grid(head, lines, left=3),
-        f"tau with its 95% bootstrap interval over prompts, at {settings['lengths'][0]} levels. Own: "
-        f"{', '.join(settings['data'])}; other: prompts of a kind that the head was not trained on "
-        f"({', '.join(dict.fromkeys(item.split('/')[0] for item in settings['other_items']))}). {_run(result)} Paper: "
+        f"tau with its 95% bootstrap interval over prompts, at {settings['lengths'][0]} levels. Own "
+        f"prompts: {_kinds(settings['items'])}; other: {_kinds(settings['other_items'])}. {_run(result)} Paper: "
         f"Table 10, KoMT-bench, L=7. {made_by(result, name)}",
     )
+
+
+def _kinds(items: Sequence[str]) -> str:
+    """The data sets of items by the first part of their ids."""
+    return ", ".join(dict.fromkeys(item.split("/")[0] for item in items))
 
 
 def _run(result: Result) -> str:

@@ -155,7 +155,7 @@ def similarity(named: Named) -> str:
     has_entailment = any(row["entailment"] is not None for row in result["similarity"])
     cut = f" {settings['pairs_cut']} pairs were cut for the classifier." if settings.get("pairs_cut") else ""
     with_nli = " / share of prompts on which both texts entail each other" if has_entailment else ""
-    nli = f", `{settings['entailment']}`" if settings.get("entailment") else ""
+    nli = f", `{settings['nli']}`" if settings.get("nli") else ""
     return block(
         pieces[:-1],
         f"Means over {len(settings['items'])} prompts: cosine of sentence embeddings{with_nli}. Every head answers "

@@ -147,7 +147,7 @@ def batch(named: Named) -> str:
         f"`{rule}` over lossless decoding: tokens per second, median over waves of prompts (minimum-maximum), methods "
         "in turn; tau, tokens/s and peak memory with weights as lossless, "
         f"`{rule}`. {len(settings['items'])} prompts, {settings['max_new_tokens']} tokens each, "
-        f"{settings['repeats']} repeats, L={settings['draft_length']}, {options(settings)}. Pair: {pair(settings)}; "
+        f"repeats: {settings['repeats']}, L={settings['draft_length']}, {options(settings)}. Pair: {pair(settings)}; "
         f"{machine(result)}.{memory} Paper: Table 5, GSM8K, L=10. {made_by(result, name)}",
     )
 
