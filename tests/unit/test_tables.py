@@ -202,7 +202,7 @@ def test_a_comparison_shows_what_rules_cost(tmp_path: Path) -> None:
     assert lines[3].startswith("| lossless L=5 | 5.50 (5.25-5.75) |  |  |  | 2.50% |  |")
     assert tables(text)
     assert "over plain" not in text
-    for fact in ("2 prompts.", "`big` with `small`, bfloat16, K=5, p_drop=0.3", "at most 8 tokens each"):
+    for fact in ("2 prompts of gsm8k.", "`big` with `small`, bfloat16, K=5, p_drop=0.3", "at most 8 tokens each"):
         assert fact in text
     assert "each task's own cap" in shown(comparison(max_new_tokens=None), tmp_path)
 
@@ -223,7 +223,9 @@ def test_the_trade_is_sorted_by_tau_and_its_front_is_bold(tmp_path: Path) -> Non
     pooled = [row(task="all", tau=3.0), row(task="gsm8k"), row(task="mmlu")]
     (shown_table,) = tables(text := shown(comparison(*pooled), tmp_path, "pareto"))
     assert column(shown_table, "tau") == ["3.00 (5.25-5.75)"]
-    assert "of all (gsm8k, mmlu together)" in text
+    assert "2 prompts of gsm8k, mmlu; bold" in text
+    pooled[0]["graded"] = pooled[1]["graded"] = 1
+    assert "2 prompts of gsm8k, mmlu, 1 of them graded; bold" in shown(comparison(*pooled), tmp_path, "pareto")
 
 
 def test_table_6_sets_files_side_by_side_above_the_papers_pairs(tmp_path: Path) -> None:

@@ -3,5 +3,9 @@
 import sys
 
 from dropmatch.bench.tables import main
+from dropmatch.errors import DropMatchError
 
-main(sys.argv[1:])
+try:
+    main(sys.argv[1:])
+except DropMatchError as error:
+    sys.exit(f"error: {error}")

@@ -53,7 +53,7 @@ def every_figure(named: Named) -> str:
     ]
     return block(
         grid(head, lines, left=2 if has_tasks else 1),
-        f"{len(result['settings']['items'])} prompts. Accuracy in per cent with Wilson's 95% interval; the difference "
+        f"{_prompts(result)}. Accuracy in per cent with Wilson's 95% interval; the difference "
         "to lossless is paired by prompt, p is McNemar's exact test; `*`: no rule beats it in both tau and accuracy. "
         f"Log-probability: mean per token of the text under the undropped target. {_run(result)} "
         f"{made_by(result, name)}",
@@ -81,10 +81,9 @@ def pareto(named: Named) -> str:
         ]
         for row in rows
     ]
-    over = f" ({', '.join(tasks[1:])} together)" if len(tasks) > 1 else ""
     return block(
         grid([*head, *(["over lossless"] if has_speed else [])], lines),
-        f"{len(result['settings']['items'])} prompts of {tasks[0]}{over}; bold: no rule beats it in both tau and "
+        f"{_prompts(result)}; bold: no rule beats it in both tau and "
         "accuracy, by the point estimates. Accuracy in per cent with Wilson's 95% interval; the difference to lossless "
         f"is paired by prompt, p is McNemar's exact test. {_run(result)} {made_by(result, name)}",
     )
@@ -179,6 +178,14 @@ def _accuracy(row: Mapping[str, Any]) -> str:
 
 def _difference(row: Mapping[str, Any]) -> str:
     return share(row, "accuracy_difference", "difference_low", "difference_high", sign="+")
+
+
+def _prompts(result: Result) -> str:
+    """How many prompts of which tasks, and how many of them could be graded where not all could."""
+    rows, n = result["summary"], len(result["settings"]["items"])
+    tasks = ", ".join(dict.fromkeys(row["task"] for row in rows if row["task"] != "all"))
+    graded = max((row.get("graded") or 0 for row in rows), default=0)
+    return f"{n} prompts of {tasks}" + (f", {graded} of them graded" if 0 < graded < n else "")
 
 
 def _run(result: Result) -> str:
