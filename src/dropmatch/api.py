@@ -36,6 +36,7 @@ from dropmatch.eagle3.find import SHIPPED, find_head, require_shipped_head, ship
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.hf.int4 import quantize_int4
+from dropmatch.hf.int8 import quantize_int8
 from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.packed import pack_linears
@@ -43,7 +44,7 @@ from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | Tensor
-DraftWeights = Literal["own", "int4"]
+DraftWeights = Literal["own", "int4", "int8"]
 
 # On the small pair's target 0.3 saturates the radius, so that Eq. 6 would keep almost anything.
 _P_DROP: dict[str, PDrop] = {"small": "auto"}
@@ -205,7 +206,8 @@ def load(
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, "auto" or
     "auto-expected" (see `DropoutConfig`); None takes 0.3, or what a named pair needs.
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
-    rounds a draft model's weights to 4 bits on a CPU. min_confidence: see `DraftModelDrafter`.
+    rounds a draft model's weights to 4 bits for single rows, "int8" its weights and inputs to 8 bits for batches, both
+    on a CPU. min_confidence: see `DraftModelDrafter`.
     pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.
     tree_tokens, tree_top_k, tap_offset: of EAGLE-3 heads, whose trees are as deep as draft_length: most nodes (60),
     children per node (10; 1 drafts chains), and see `eagle3.settings.parse_settings`.
@@ -217,7 +219,7 @@ def load(
     config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
     chosen = _P_DROP.get(target, 0.3) if p_drop is None else p_drop
     dropout = DropoutConfig(num_paths=num_paths, p_drop=chosen, heads=heads)
-    check_choice("draft_weights", draft_weights, ("own", "int4"))
+    check_choice("draft_weights", draft_weights, ("own", "int4", "int8"))
     name = target
     head = require_shipped_head(target) if draft == SHIPPED else shipped_head(target) if draft is None else None
     if target in PAIRS:
@@ -311,9 +313,12 @@ def load_draft_model(draft: str, decoder: Decoder, *, dtype: str = "auto", devic
 
 def _wrapped_draft(model: Any, draft_weights: DraftWeights, pack_weights: bool) -> HFModel:
     """A draft model with its weights as asked for."""
-    if draft_weights == "int4":
+    if draft_weights != "own":
         HFModel(model)  # the probe compares a forward over few tokens with one over many: exact weights only
+    if draft_weights == "int4":
         quantize_int4(model)
+    elif draft_weights == "int8":
+        quantize_int8(model)
     elif pack_weights:
         pack_linears(model)
     return HFModel(model, probe=draft_weights == "own")

@@ -548,6 +548,14 @@ def test_a_draft_model_in_int4_decodes_losslessly(tmp_path: Path) -> None:
     assert got.stats.requests.drafted > 0
 
 
+def test_a_draft_model_in_int8_decodes_losslessly(pair: tiny.TinyPair, exact: dropmatch.Decoder) -> None:
+    rounded = dropmatch.load(str(pair.target), str(pair.draft), rule="exact", draft_weights="int8")
+    params = dropmatch.SamplingParams(max_new_tokens=40, eos_ids=())
+    expected, got = (decoder.run(["the harbour", "a"], params) for decoder in (exact, rounded))
+    assert [g.tokens for g in got.generations] == [g.tokens for g in expected.generations]
+    assert got.stats.requests.accepted > 0
+
+
 def test_auto_takes_the_expected_radius_under_a_rule_in_closed_form(pair: tiny.TinyPair) -> None:
     def choice(rule: str, p_drop: Any) -> PDropChoice:
         decoder = dropmatch.load(str(pair.target), str(pair.draft), rule=rule, p_drop=p_drop)

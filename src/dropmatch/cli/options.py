@@ -39,7 +39,10 @@ GuardRatio = Annotated[
 ]
 DraftLength = Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Drafted tokens per round.")]
 Heads = Annotated[str, typer.Option(help="full, or shortlist: ask the dropout heads about likely tokens only.")]
-DraftWeights = Annotated[str, typer.Option(help="own, or int4: round the draft model's weights to 4 bits (CPU).")]
+DraftWeights = Annotated[
+    str,
+    typer.Option(help="own; or, on a CPU, int4 (4-bit weights, for batch 1) or int8 (8-bit products, for batches)."),
+]
 MinConfidence = Annotated[
     float, typer.Option(min=0, max=1, help="End a draft behind a token the draft model gives less (0: off).")
 ]

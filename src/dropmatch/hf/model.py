@@ -7,7 +7,7 @@ values from hf/cache.py, refusals from hf/support.py and hf/probe.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from dropmatch.core.interfaces import LMHead, ModelOutput
 from dropmatch.errors import ConfigError, ShapeError
+from dropmatch.hf.attention import grouped_attention
 from dropmatch.hf.cache import RaggedCache
 from dropmatch.hf.head import HFHead
 from dropmatch.hf.masks import additive, node_positions, visible_keys
 from dropmatch.hf.support import examine
 from dropmatch.hf.twins import TwinRows, first_of_each
+
+_FEW_TWINS = 0.8  # picking rows copies their cache, so it must spare more than a fifth of them
 
 
 class HFModel:
@@ -102,7 +105,7 @@ class HFModel:
             raise ShapeError(_too_long(max(self.lengths) + 1, self.max_positions))
         tokens = tokens.to(self.input_device)
         first, index = self._twins.begin(tokens, ancestors)
-        if len(first) == len(index):
+        if len(first) > _FEW_TWINS * len(index):
             return self._run(self._cache, tokens, ancestors)
         rows = torch.tensor(first, device=tokens.device)
         part = self._cache.select(first, tokens.shape[1])
@@ -135,7 +138,8 @@ class HFModel:
         """One forward of the body over new tokens [B, N], written to the cache."""
         positions, mask = self._layout(cache.lengths, tokens.shape[1], ancestors)
         cache.begin(tokens.shape[1])
-        with _inputs_of(self._tapped) as taps:
+        attention = nullcontext() if mask is None else grouped_attention(self.anatomy.body.config)
+        with _inputs_of(self._tapped) as taps, attention:
             output = self.anatomy.body(
                 input_ids=tokens,
                 position_ids=positions,

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from dropmatch.errors import UnsupportedModelError
+from dropmatch.hf.attention import GROUPED
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ATTENTION = frozenset({"sdpa", "eager"})
@@ -58,6 +59,7 @@ def examine(model: Any) -> Anatomy:
             f"{name} uses ALiBi, a bias by column that cannot follow a draft tree. Use a model with position ids."
         )
     implementation = body.config._attn_implementation or "eager"
+    implementation = "sdpa" if implementation == GROUPED else implementation
     if implementation not in _ATTENTION:
         raise UnsupportedModelError(
             f"{name} runs attention {implementation!r}, which cannot take a draft tree's mask. "
