@@ -30,24 +30,24 @@ def rounded(matrix: Tensor) -> Tensor:
 def test_factors_are_rounded_by_row_and_multiplied_exactly(bias: bool) -> None:
     linear, x = make_linear(bias), inputs(2, 3, 128)
     expected = rounded(x) @ rounded(linear.weight).T + (linear.bias if bias else 0.0)
-    got = Int8Linear(linear, keep_weight=False)(x)
+    got = Int8Linear(linear)(x)
     assert got.shape == (2, 3, 192)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert 0 < (got - linear(x)).norm() / linear(x).norm() < EIGHT_BITS
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    layer, x = Int8Linear(make_linear(), keep_weight=False), inputs(5, 128)
+    layer, x = Int8Linear(make_linear()), inputs(5, 128)
     assert torch.equal(layer(x)[3], layer(torch.cat([x[3:4], 1000 * x[:2]]))[0])
 
 
 def test_a_row_of_zeros_gives_the_bias() -> None:
     linear = make_linear()
-    assert torch.equal(Int8Linear(linear, keep_weight=False)(torch.zeros(1, 128))[0], linear.bias)
+    assert torch.equal(Int8Linear(linear)(torch.zeros(1, 128))[0], linear.bias)
 
 
 def test_results_have_the_type_of_the_input() -> None:
-    layer = Int8Linear(make_linear(dtype=torch.bfloat16), keep_weight=False)
+    layer = Int8Linear(make_linear(dtype=torch.bfloat16))
     assert layer(inputs(2, 128).bfloat16()).dtype == torch.bfloat16
 
 

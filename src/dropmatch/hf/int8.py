@@ -17,18 +17,17 @@ _LARGEST = 127
 class Int8Linear(nn.Module):
     """A linear layer with weights and inputs in 8 bits.
 
-    linear: floating point, on the CPU (see `fits`). Its own weight is kept only where keep_weight says so, else an
-    empty stand-in tells shape and dtype.
+    linear: floating point, on the CPU (see `fits`). weight: an empty stand-in that tells its shape and dtype.
     """
 
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear, *, keep_weight: bool) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.weight = linear.weight if keep_weight else torch.empty_like(linear.weight, device="meta")
+        self.weight = torch.empty_like(linear.weight, device="meta")
         codes, scales = _round(linear.weight.detach().float())
         self.register_buffer("codes", codes.t(), persistent=False)  # [in, out] as the product takes it
         self.register_buffer("scales", scales[:, 0], persistent=False)
@@ -68,5 +67,5 @@ def quantize_int8(model: nn.Module) -> int:
         parent, _, child = name.rpartition(".")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), child, Int8Linear(linear, keep_weight=False))
+        setattr(model.get_submodule(parent), child, Int8Linear(linear))
     return len(fitting)
