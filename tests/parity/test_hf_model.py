@@ -610,3 +610,16 @@ def test_the_probe_finds_a_window_that_is_longer_than_its_text(
 
 def test_the_probe_leaves_no_rows(tiny: Builder) -> None:
     assert HFModel(tiny("llama")).lengths == []
+
+
+def test_a_model_that_reads_the_name_of_its_attention_keeps_it() -> None:
+    """Falcon branches on the name itself; under another one it would take its eager path with a mask made for sdpa."""
+    config = transformers.FalconConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        alibi=False,
+        attn_implementation="sdpa",
+    )
+    HFModel(transformers.FalconForCausalLM(config).eval())  # the load probe compares logits

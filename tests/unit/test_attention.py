@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dropmatch.hf.attention import grouped_attention, grouped_sdpa
+from dropmatch.hf.attention import GROUPED, grouped_attention, grouped_sdpa
 
 
 class Layer(nn.Module):
@@ -47,10 +47,13 @@ def test_attention_without_a_mask_stays_causal() -> None:
     assert torch.equal(got[:, 0, :2], key[:, :1, 0].expand(1, 2, 16))  # the first token sees itself alone
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_models_config_is_as_before_after_the_block(implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "looks_up", "is_grouped"),
+    [("sdpa", True, True), ("eager", True, False), ("sdpa", False, False)],
+)
+def test_a_models_config_is_as_before_after_the_block(implementation: str, looks_up: bool, is_grouped: bool) -> None:
     config = SimpleNamespace(_attn_implementation=implementation, _attn_implementation_internal=implementation)
-    with suppress(KeyError), grouped_attention(config):
-        assert (config._attn_implementation_internal == implementation) == (implementation == "eager")
+    with suppress(KeyError), grouped_attention(SimpleNamespace(config=config, _supports_attention_backend=looks_up)):
+        assert config._attn_implementation_internal == (GROUPED if is_grouped else implementation)
         raise KeyError
     assert config._attn_implementation_internal == implementation

@@ -217,3 +217,16 @@ def test_additive_mask_is_zero_or_the_lowest_number() -> None:
     mask = additive(torch.tensor([True, False]), torch.bfloat16)
     assert mask.tolist() == [0.0, torch.finfo(torch.bfloat16).min]
     assert mask.dtype == torch.bfloat16
+
+
+def test_a_part_takes_rows_and_gives_back_what_it_wrote() -> None:
+    """Rows 0 and 2 hold the same tokens and run as one; keys are narrower than values."""
+    cache = RaggedCache(2, num_rows=3)
+    write(cache, [[1, 2, 3], [101, 0, 0], [1, 2, 3]])
+    cache.commit([3, 1, 3])
+    part = cache.select([0, 1], room=2)
+    assert content(part) == [[1, 2, 3], [101]]
+    write(part, [[4, 5], [102, 103]])
+    cache.spread(part, [0, 1, 0])
+    cache.commit([2, 1, 1])
+    assert content(cache) == [[1, 2, 3, 4, 5], [101, 102], [1, 2, 3, 4]]

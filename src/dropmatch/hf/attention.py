@@ -49,10 +49,13 @@ class _Ungrouped:
 
 
 @contextmanager
-def grouped_attention(config: Any) -> Iterator[None]:
-    """Let the layers of a model with sdpa attention use grouped_sdpa during the block. Other models are left alone."""
+def grouped_attention(body: Any) -> Iterator[None]:
+    """Let the layers of a decoder with sdpa attention use grouped_sdpa during the block.
+
+    Others are left alone, and so are those that do not look their attention up by name (Falcon)."""
+    config = body.config
     before = config._attn_implementation
-    if before != "sdpa":
+    if before != "sdpa" or not getattr(body, "_supports_attention_backend", False):
         yield
         return
     config._attn_implementation_internal = GROUPED

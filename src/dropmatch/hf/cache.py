@@ -201,8 +201,7 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer, other in zip(self.layers, part.layers, strict=True):
             there = rows.to(other.keys.device)
             columns = part._write[0].columns(other.keys.device)
-            for_each = columns.expand(-1, other.keys.shape[1], -1, other.keys.shape[3])
-            layer.update(other.keys.gather(2, for_each)[there], other.values.gather(2, for_each)[there])
+            layer.update(*(_columns_of(buffer, columns)[there] for buffer in (other.keys, other.values)))
 
     def _check_kept(self, num_kept: Sequence[int], path: Tensor | None) -> int:
         longest = max(num_kept, default=0)
@@ -228,6 +227,12 @@ class RaggedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             target = columns[:, :, 1 : 1 + width]
         for layer in self.layers:
             layer.move(source, target)
+
+
+def _columns_of(buffer: Tensor, columns: Tensor) -> Tensor:
+    """Picks columns [B, 1, N, 1] of a buffer [B, H, S, d]. Keys and values may differ in H and d. [B, H, N, d]."""
+    _, H, _, d = buffer.shape
+    return buffer.gather(2, columns.expand(-1, H, -1, d))
 
 
 def _grown(buffer: Tensor | None, new: Tensor, end: int) -> Tensor:

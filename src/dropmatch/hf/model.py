@@ -138,7 +138,7 @@ class HFModel:
         """One forward of the body over new tokens [B, N], written to the cache."""
         positions, mask = self._layout(cache.lengths, tokens.shape[1], ancestors)
         cache.begin(tokens.shape[1])
-        attention = nullcontext() if mask is None else grouped_attention(self.anatomy.body.config)
+        attention = nullcontext() if mask is None else grouped_attention(self.anatomy.body)
         with _inputs_of(self._tapped) as taps, attention:
             output = self.anatomy.body(
                 input_ids=tokens,
