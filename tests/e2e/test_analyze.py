@@ -359,6 +359,7 @@ def test_radius_can_be_asked_at_prompts(command: Command, pair: tiny.TinyPair, d
     assert result["settings"]["items"] == ["gsm8k/0", "gsm8k/1"]
     assert [row["p_drop"] for row in result["radius"]] == [0.3, 0.0]
     assert result["radius"][1]["sampled"]["q90"] == 0.0
+    assert result["radius"][1]["expected_over_sampled"] is None  # 0 over 0 says nothing
     assert 0.0 < result["radius"][0]["sampled"]["q10"] <= result["radius"][0]["sampled"]["q90"] <= LN2
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 
@@ -277,6 +278,24 @@ def test_bad_model_arguments_are_named(
     models = {"target": str(harness.pair.target), "draft": "none"}
     with pytest.raises(error, match=message):
         DropMatchLM.create_from_arg_obj({**models, **arguments}, {"batch_size": 1, "device": None})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there and is taken")
+def test_the_harness_own_device_gives_way_to_the_cpu(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    models = {"target": str(harness.pair.target), "draft": "none"}
+    model = DropMatchLM.create_from_arg_obj(models, {"batch_size": 1, "device": "cuda:0"})
+    assert model.decoder.target.device.type == "cpu"
+    assert "no cuda:0 here" in caplog.text
+    with pytest.raises(ConfigError, match="There is no device 'cuda:1'"):
+        DropMatchLM.create_from_arg_obj(models, {"batch_size": 1, "device": "cuda:1"})
+
+
+def test_a_run_that_fails_leaves_no_side_file(harness: Harness, tmp_path: Path) -> None:
+    file = tmp_path / "stats.jsonl"
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            generations(harness.model(stats_file=str(file)), {"max_gen_toks": 10**6})
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(("given", "most", "rows"), [("auto", None, 32), ("auto:4", 8, 8), ("6", None, 6), (2, 8, 2)])

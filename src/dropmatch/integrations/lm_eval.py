@@ -41,6 +41,9 @@ except ImportError as error:
 
 MODEL_NAME = "dropmatch"
 _AUTO_BATCH = 32
+logger = logging.getLogger(__name__)
+
+_HARNESS_DEVICE = "cuda:0"
 _FROM_HARNESS = ("batch_size", "max_batch_size", "device")  # options of lm-eval itself, which it passes on
 _SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # with what they are when off
 _GENERATION = ("until", "stop", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "do_sample",
@@ -112,7 +115,8 @@ class DropMatchLM(TemplateLM):  # type: ignore[misc]  # lm-eval is looked at by 
         self.stats = EngineStats()
         self._device = decoder.target.device
         self._described = dict(described or {})
-        self._stats_file = None if stats_file is None else _new_file(Path(str(stats_file)))
+        self._stats_path = None if stats_file is None else _free(Path(str(stats_file)))
+        self._stats_file: TextIO | None = None  # opened by the first answer, so that a run that fails leaves none
 
     @classmethod
     def create_from_arg_obj(
@@ -120,6 +124,10 @@ class DropMatchLM(TemplateLM):  # type: ignore[misc]  # lm-eval is looked at by 
     ) -> DropMatchLM:
         """What lm-eval calls: load the models that model_args names. additional_config: lm-eval's own options."""
         given = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if given.get("device") == _HARNESS_DEVICE and not torch.cuda.is_available():
+            # what lm-eval asks for where nobody named a device; its own models do the same
+            logger.warning("There is no %s here: the models run on the CPU.", _HARNESS_DEVICE)
+            given["device"] = "cpu"
         twice = next((name for name in given if name in arg_dict), None)
         if twice is not None:
             raise ConfigError(f"{twice} stands in model_args, and lm-eval has an option for it. Give --{twice} alone.")
@@ -228,7 +236,7 @@ class DropMatchLM(TemplateLM):  # type: ignore[misc]  # lm-eval is looked at by 
         tokens = [token for chunk in flight.chunks for token in chunk.tokens]
         text = cut(self.tokenizer.decode(tokens, skip_special_tokens=True), flight.task.params.stop)
         self.cache_hook.add_partial("generate_until", request.args, text)
-        if self._stats_file is not None:
+        if self._stats_path is not None:
             entry = {
                 "task": request.task_name,
                 "doc_id": request.doc_id,
@@ -242,6 +250,9 @@ class DropMatchLM(TemplateLM):  # type: ignore[misc]  # lm-eval is looked at by 
                 "finish": flight.chunks[-1].finish_reason,
                 "reasons": {reason.label: count for reason, count in sorted(stats.reasons.items())},
             }
+            if self._stats_file is None:
+                self._stats_path.parent.mkdir(parents=True, exist_ok=True)
+                self._stats_file = self._stats_path.open("x", encoding="utf-8")
             self._stats_file.write(json.dumps(entry) + "\n")
             self._stats_file.flush()
         return text
@@ -508,8 +519,7 @@ def _max_length(decoder: Decoder, asked: int | None) -> int:
     return _count("max_length", asked)
 
 
-def _new_file(path: Path) -> TextIO:
+def _free(path: Path) -> Path:
     if path.exists():
         raise ConfigError(f"stats_file={str(path)!r} is there already. Remove it or name another file.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("x", encoding="utf-8")
+    return path

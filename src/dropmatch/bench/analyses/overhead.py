@@ -231,7 +231,7 @@ def overhead_rows(seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
 
 def print_overhead(result: Mapping[str, Any]) -> None:
     """The table, and what it was measured on."""
-    table = Table("", "ms", "10% to 90%", "of a forward", "over lossless", "of a forward")
+    table = Table("", "ms", "10% to 90%", "of a forward", "ms over lossless", "points of a forward")
     for row in result["rows"]:
         table.add_row(
             row["part"],

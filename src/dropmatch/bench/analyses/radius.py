@@ -28,6 +28,7 @@ from dropmatch.ops.divergence import LN2
 from dropmatch.provenance import collect
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_LEAST_RADIUS = 1e-4  # nats; below it a quotient says nothing
 _SATURATED = LN2 / 2  # as the warning on saturation has it
 
 
@@ -126,8 +127,12 @@ def figures(radius: Tensor) -> dict[str, float]:
     }
 
 
-def _ratios(expected: Tensor, sampled: Tensor) -> dict[str, float]:
-    ratio = (expected / sampled.clamp(min=1e-9)).float().cpu()
+def _ratios(expected: Tensor, sampled: Tensor) -> dict[str, float] | None:
+    """Quantiles of closed over sampled radius where the sampled one is not nearly 0; None if it is everywhere."""
+    is_wide = sampled >= _LEAST_RADIUS
+    if not is_wide.any():
+        return None
+    ratio = (expected[is_wide] / sampled[is_wide]).float().cpu()
     low, median, high = torch.quantile(ratio, torch.tensor([0.1, 0.5, 0.9])).tolist()
     return {"q10": low, "q50": median, "q90": high}
 
