@@ -210,6 +210,55 @@ def test_the_working_folder_is_empty_writable_and_removed() -> None:
     assert not Path(folder).exists()
 
 
+HIDDEN = {
+    "too many": "for i in range(300): open(str(i), 'w').close()",
+    "empty folders": "for i in range(300): os.mkdir(str(i))",
+    "deep": "for i in range(1100): os.mkdir('d'); os.chdir('d')\nfor i in range(6): write(i)",
+    "deeper than a path": "for i in range(18): os.mkdir('d' * 250); os.chdir('d' * 250)\nfor i in range(6): write(i)",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_files_are_counted_however_many_and_deep(name: str) -> None:
+    """A walk by recursion ended at 1000 folders, one by path at 4096 characters; empty files counted nothing."""
+    program = f"""
+import os, time
+def write(i):
+    with open(str(i), "wb") as file:
+        file.write(os.urandom(1 << 20))
+{HIDDEN[name]}
+time.sleep(60)
+"""
+    limits = Limits(wall_seconds=10.0, folder_bytes=4 << 20, folder_entries=200 if "d'" not in HIDDEN[name] else 5000)
+    assert run(program, limits=limits).status == "files"
+
+
+LITTER = {
+    "deep": "for i in range(1100): os.mkdir('d'); os.chdir('d')",
+    "deeper than a path": "for i in range(40): os.mkdir('d' * 250); os.chdir('d' * 250)",
+    "not to be read": "os.makedirs('a/b'); open('a/b/c', 'w'); os.mkdir('e', 0); os.umask(0o777); os.mkdir('a/f')",
+    "links": "os.mkdir('a'); os.symlink('..', 'a/b'); os.symlink('/etc', 'c'); os.link('c', 'd'); os.mkfifo('e', 0)",
+    "odd names": "os.mkdir(b'\\xff\\n'); open(b'\\xff\\n/-rf *', 'w')",
+}
+
+
+@pytest.mark.parametrize("name", LITTER)
+def test_whatever_a_program_leaves_is_removed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removal by recursion raised RecursionError at 1000 folders, which ended the scoring of a whole comparison."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run(f"import os\n{LITTER[name]}", limits=Limits()).status in (
+        "finished",
+        "files",
+    )  # too deep to be looked at
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_may_remove_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert sandbox._run("import os; os.rmdir(os.environ['HOME'])", limits=QUICK, without=KERNEL).passed
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_caller_s_environment_does_not_reach_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # would take the asserts away

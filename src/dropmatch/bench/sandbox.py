@@ -15,6 +15,8 @@ careless, not for a determined attacker: run untrusted models in a virtual machi
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import secrets
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,13 +47,14 @@ _REPORT_BYTES = 64 << 20  # of values that calls return
 class Limits:
     """What one program may use. cpu_seconds is what usually stops an endless loop, so that a busy machine fails no
     program that is right; wall_seconds stops one that sleeps. file_bytes: one file; folder_bytes: all files together;
-    output_bytes: what is kept of each of standard output and standard error."""
+    folder_entries: files and folders, empty or not; output_bytes: what is kept of each of the two outputs."""
 
     cpu_seconds: int = 10
     wall_seconds: float = 40.0
     memory_bytes: int = 1 << 30
     file_bytes: int = 8 << 20
     folder_bytes: int = 64 << 20
+    folder_entries: int = 5000
     output_bytes: int = 1 << 16
 
     def __post_init__(self) -> None:
@@ -150,10 +153,10 @@ def _run(
         "limits": {name: value for name, value in asdict(limits).items() if name != "wall_seconds"},
         "without": list(without),
     }
-    with tempfile.TemporaryDirectory(prefix="dropmatch-", ignore_cleanup_errors=True) as folder:
+    with _working_folder() as folder:
         process, report = _start(folder)
         try:
-            watch = _Watch(process, report, Path(folder), limits)
+            watch = _Watch(process, report, folder, limits)
             over = watch.run(json.dumps(request).encode("utf-8", "surrogatepass"))
         finally:
             _kill(process)
@@ -214,10 +217,63 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
+@contextlib.contextmanager
+def _working_folder() -> Iterator[str]:
+    """A temporary folder that is removed with whatever a program leaves there. A failure to remove it is no error."""
+    folder = tempfile.mkdtemp(prefix="dropmatch-")
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # whatever the program makes of the name
+        try:
+            yield folder
+        finally:
+            _empty(descriptor)
+            os.close(descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _empty(top: int) -> None:
+    """Remove everything in an open folder, however deep and of whatever mode. The program has ended.
+
+    Folders are moved to the top first, under new names: no path grows long, and nothing recurses.
+    """
+    new_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
+    pending = ["."]
+    with contextlib.suppress(OSError):
+        os.fchmod(top, 0o700)
+    while pending:
+        name = pending.pop()
+        with contextlib.suppress(OSError):  # what one folder refuses is no reason to leave the others
+            folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                pending += _move_folders(folder, top, new_names)
+            finally:
+                os.close(folder)
+            os.rmdir(name, dir_fd=top)
+
+
+def _move_folders(folder: int, top: int, new_names: Iterator[str]) -> list[str]:
+    """Remove the files of an open folder and move its folders to the top; returns their new names."""
+    moved = []
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=folder)
+                continue
+            os.chmod(entry.name, 0o700, dir_fd=folder)  # or its owner could neither move nor read it
+            name = next(new_names)
+            os.rename(entry.name, name, src_dir_fd=folder, dst_dir_fd=top)
+            moved.append(name)
+    return moved
+
+
 class _Watch:
     """Feeds a process, reads its output and report, and looks at the clock and the folder."""
 
-    def __init__(self, process: subprocess.Popen[bytes], report: int, folder: Path, limits: Limits) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], report: int, folder: str, limits: Limits) -> None:
         self.process, self.folder, self.limits = process, folder, limits
         assert process.stdin is not None
         assert process.stdout is not None
@@ -262,7 +318,7 @@ class _Watch:
                     return "output"
                 if now >= next_look:
                     next_look = now + _POLL_SECONDS
-                    if _folder_bytes(self.folder) > self.limits.folder_bytes:
+                    if _is_too_full(self.folder, self.limits):
                         return "files"
 
     def _send(self, unsent: memoryview, selector: selectors.BaseSelector) -> memoryview:
@@ -285,13 +341,25 @@ class _Watch:
         kept += data[: max(0, room - len(kept))]  # the rest is read and forgotten
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # removed meanwhile
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return total
+def _is_too_full(folder: str, limits: Limits) -> bool:
+    """Whether a folder holds too many bytes or entries, or a folder that cannot be looked into."""
+    num_bytes = num_entries = 0
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    num_entries += 1
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if num_bytes > limits.folder_bytes or num_entries > limits.folder_entries:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # hidden: too deep for a path, or not to be read
+                return True
+    return False
 
 
 def _outcome(watch: _Watch, token: str, over: Status | None) -> Outcome:
@@ -340,7 +408,7 @@ def _call(line: dict[str, Any]) -> Call:
 def _limit_in_words(over: Status, limits: Limits) -> str:
     words = {
         "timeout": f"{limits.wall_seconds:g} s of wall time",
-        "files": f"{limits.folder_bytes >> 20} MiB of files",
+        "files": f"{limits.folder_bytes >> 20} MiB, {limits.folder_entries} entries or the longest path of files",
         "output": f"{_REPORT_BYTES >> 20} MiB of results",
     }
     return words[over]
