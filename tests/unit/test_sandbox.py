@@ -146,6 +146,31 @@ def test_temporary_folders_work_under_every_protection() -> None:
         assert outcome.passed, outcome.detail
 
 
+def test_programs_use_files_as_usual() -> None:
+    program = """
+        import os, pathlib, shutil, sqlite3, sys, tarfile, tempfile
+        path = pathlib.Path("a")
+        for text in ("first", "second"):
+            path.write_text(text)
+        path.touch()
+        with path.open("r+") as file:
+            file.truncate(3)
+        shutil.copyfile("a", "b")
+        with tarfile.open("c.tar", "w") as archive:
+            archive.add("a")
+        with tarfile.open("c.tar") as archive:
+            archive.extractall("d", filter="data")
+        with tempfile.NamedTemporaryFile("w+") as file:
+            file.write("x")
+        with sqlite3.connect("e") as table:
+            table.execute("create table f (g)")
+        print(pathlib.Path("b").read_text(), pathlib.Path("d/a").read_text(), sys.stdout.isatty())
+        """
+    for without in WITHOUT.values():
+        outcome = sandbox._run(textwrap.dedent(program), limits=QUICK, without=without)
+        assert (outcome.detail, outcome.stdout) == ("", "sec sec False\n")
+
+
 def test_a_loop_that_catches_everything_stops_too() -> None:
     program = """
         import signal
@@ -345,6 +370,19 @@ FORBIDDEN = {
         "import os; os.open('../escaped', os.O_CREAT | os.O_WRONLY, dir_fd=os.open('.', os.O_RDONLY))"
     ),
     "a tree removed": "import shutil; shutil.rmtree({folder!r})",
+    "a mode": "import os; os.chmod({existing!r}, 0)",
+    "a mode of an open file": "import os; f = open(os.__file__); os.chmod(f.fileno(), os.stat(f.name).st_mode & 0o777)",
+    "an owner": "import os; os.chown({existing!r}, -1, -1)",
+    "an owner of a link": "import os; os.lchown({existing!r}, -1, -1)",
+    "times": "import os; os.utime({existing!r}, (0, 0))",
+    "times of an open file": (
+        "import os; f = open(os.__file__); s = os.stat(f.fileno()); os.utime(f.fileno(), (s.st_atime, s.st_mtime))"
+    ),
+    "an attribute": "import os; os.setxattr({existing!r}, 'user.a', b'1')",
+    "an attribute removed": "import os; os.removexattr({existing!r}, 'user.a')",
+    "a truncation": "import os; os.truncate({existing!r}, 0)",
+    "a truncation by reading": "import os; os.open({existing!r}, os.O_RDONLY | os.O_TRUNC)",
+    "flags of an open file": "import fcntl; fcntl.ioctl(open(fcntl.__file__), 0x80086601, bytes(8))",
 }
 
 
@@ -378,6 +416,9 @@ NATIVE = {
     "a namespace": "libc.unshare(0x10000000)",
     "a file outside": "libc.open(outside, 0x41, 0o600)",
     "another user": "libc.setuid(12345)",
+    "a mode by the newest call": "libc.syscall(452, -100, outside, 0, 0)",
+    "an attribute by the newest call": "libc.syscall(463, -100, outside, 0, b'user.a', bytes(16), 16)",
+    "flags by the newest call": "libc.syscall(469, -100, outside, bytes(32), 32, 0)",
 }
 
 
@@ -396,6 +437,24 @@ def test_the_kernel_refuses_native_code_too(name: str, tmp_path: Path) -> None:
     assert result == "-1"
     assert int(number) in (1, 13)  # EPERM, EACCES
     assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    "call", ["open(path, os.O_RDONLY | os.O_TRUNC)", "truncate(path, 0)", "syscall(437, -100, path)"]
+)
+def test_files_are_not_truncated_where_landlock_lets_them(call: str, tmp_path: Path) -> None:
+    """Its first versions, of kernels before 6.2, know no truncation, and take opening to read for harmless."""
+    existing = tmp_path / "existing"
+    existing.write_text("kept")
+    program = f"""
+        import ctypes, os
+        libc, path = ctypes.CDLL(None, use_errno=True), {str(existing)!r}.encode()
+        print(libc.{call}, ctypes.get_errno())
+        """
+    outcome = sandbox._run(textwrap.dedent(program), limits=QUICK, without=("landlock",))
+    assert outcome.stdout in ("-1 1\n", "-1 38\n")  # EPERM, ENOSYS
+    assert existing.read_text() == "kept"
 
 
 @pytest.mark.usefixtures("kernel")

@@ -272,7 +272,10 @@ class _Kernel:
         return is_on
 
     def filter_calls(self) -> bool:
-        """seccomp: no sockets, no processes, no signals to others. False where the kernel or machine has no filter."""
+        """seccomp: no sockets, no processes, no signals to others, no new modes, owners, times or attributes of files.
+
+        False where the kernel or machine has no filter.
+        """
         program = _filter(os.uname().machine, os.getpid())
         if program is None:
             return False
@@ -323,16 +326,45 @@ _DENIED = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    # open files sent through a socket pair would escape the limit on open files
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    # what Landlock lets happen to files outside the folder (truncate: before its third version)
+    "truncate": (76, 45),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
 }
 # calls whose first argument is a process: this one only
 _OWN_PROCESS = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _FCNTL = (56, 220), (435, 435), (72, 25)
+_CLONE, _CLONE3, _FCNTL, _IOCTL = (56, 220), (435, 435), (72, 25), (16, 29)
+_OPEN, _OPENAT, _OPENAT2 = (2, None), (257, 56), (437, 437)
 _CLONE_THREAD = 0x10000
 _F_SETOWN, _F_SETOWN_EX = 8, 15  # who gets SIGIO: another way to signal
+_ACCESS_MODE, _TRUNCATE = 0o3, 0o1000  # opening to read may truncate too
+_TERMINAL_REQUESTS, _FICLONE = 0x5400, 0x40049409  # of the requests, others change the flags of files open to read
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_ARGUMENT_0, _ARGUMENT_1 = 16, 24  # low words of arguments within struct seccomp_data, little-endian
+_ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2 = 16, 24, 32  # low words of arguments within struct seccomp_data, little-endian
 
 
 def _filter(machine: str, pid: int) -> bytes | None:
@@ -340,7 +372,7 @@ def _filter(machine: str, pid: int) -> bytes | None:
     if machine not in _ARCHITECTURES:
         return None
     column, architecture = _ARCHITECTURES[machine]
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_bit, mask, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 
     def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
@@ -352,22 +384,26 @@ def _filter(machine: str, pid: int) -> bytes | None:
     for pair in _DENIED.values():
         if (number := pair[column]) is not None:
             program += [op(equal, number, 0, 1), denied]
-    program += [op(equal, _CLONE3[column], 0, 1), missing]  # the C library then uses clone, whose flags can be read
-    program += [
-        op(equal, _CLONE[column], 0, 4),
-        op(load, _ARGUMENT_0),
-        op(any_bit, _CLONE_THREAD, 0, 1),
-        allowed,
-        denied,
-    ]
+    for numbers in (_CLONE3, _OPENAT2):  # clone and openat are used then, whose flags can be read
+        program += [op(equal, numbers[column], 0, 1), missing]
+
+    def check_arguments(number: int | None, *check: bytes) -> None:
+        if number is not None:
+            program.extend([op(equal, number, 0, len(check)), *check])
+
+    check_arguments(_CLONE[column], op(load, _ARGUMENT_0), op(any_bit, _CLONE_THREAD, 0, 1), allowed, denied)
+    read_flags = [op(mask, _TRUNCATE | _ACCESS_MODE), op(equal, _TRUNCATE, 0, 1), denied, allowed]
+    check_arguments(_OPEN[column], op(load, _ARGUMENT_1), *read_flags)
+    check_arguments(_OPENAT[column], op(load, _ARGUMENT_2), *read_flags)
+    read_kind = [op(mask, 0xFF00), op(equal, _TERMINAL_REQUESTS, 0, 1), allowed, denied]
+    check_arguments(_IOCTL[column], op(load, _ARGUMENT_1), op(equal, _FICLONE, 0, 1), allowed, *read_kind)
     for name, numbers in _OWN_PROCESS.items():
         # pid 0 means the caller, but for kill its whole group
         others = [] if name in ("kill", "tgkill") else [op(equal, 0, 1, 0)]
-        check = [op(load, _ARGUMENT_0), *others, op(equal, pid, 0, 1), allowed, denied]
-        program += [op(equal, numbers[column], 0, len(check)), *check]
-    check = [op(load, _ARGUMENT_1), op(equal, _F_SETOWN, 1, 0), op(equal, _F_SETOWN_EX, 0, 1), denied, allowed]
-    program += [op(equal, _FCNTL[column], 0, len(check)), *check, allowed]
-    return b"".join(program)
+        check_arguments(numbers[column], op(load, _ARGUMENT_0), *others, op(equal, pid, 0, 1), allowed, denied)
+    read_command = [op(equal, _F_SETOWN, 1, 0), op(equal, _F_SETOWN_EX, 0, 1), denied, allowed]
+    check_arguments(_FCNTL[column], op(load, _ARGUMENT_1), *read_command)
+    return b"".join([*program, allowed])
 
 
 _CALL_EVENTS = (
@@ -381,12 +417,12 @@ _CALL_EVENTS = (
     "pty.",
     "ctypes.",
 )
-_CALL_NAMES = {"os.system", "os.startfile"}
+_CALL_NAMES = {
+    *("os.system", "os.startfile", "fcntl.ioctl"),
+    *("os.chmod", "os.lchmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr"),
+}
 _CALL_MODULES = {"_posixsubprocess", "_socket", "_ctypes", "_multiprocessing"}
-_FILE_EVENTS = (
-    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir"),
-    *("os.chmod", "os.chown", "os.chflags", "os.lchmod", "os.setxattr", "os.removexattr"),
-)
+_FILE_EVENTS = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chdir"}
 
 
 def _add_audit_hook(folder: str, *, guards_files: bool, guards_calls: bool) -> None:
