@@ -131,11 +131,11 @@ def test_a_stopped_run_goes_on_where_it_was(
     made: list[str] = []
     real = compare_module._record
 
-    def record(answer: Any, decoder: Any) -> dict[str, Any]:
+    def record(answer: Any) -> dict[str, Any]:
         if len(made) == 3:
             raise KeyboardInterrupt
         made.append(answer.item.id)
-        return real(answer, decoder)
+        return real(answer)
 
     monkeypatch.setattr(compare_module, "_record", record)
     with pytest.raises(SystemExit) as stop:
@@ -153,22 +153,278 @@ def test_a_stopped_run_goes_on_where_it_was(
                 assert resumed["arms"][name]["items"][item][key] == entry[key]
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods of answers that are decoded, in order."""
+    names: list[str] = []
+    real = compare_module._record
+    monkeypatch.setattr(compare_module, "_record", lambda answer: (names.append(answer.arm.rule), real(answer))[1])
+    return names
+
+
+QUIET = ("--lengths", "3", "--speed-items", "0")
+
+
 def test_rules_and_prompts_can_be_added_to_a_result(
-    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path, made: list[str]
 ) -> None:
     output = tmp_path / "compare.json"
-    quick = ("--lengths", "3", "--speed-items", "0")
-    first = run(monkeypatch, pair, data, output, *quick, "--num", "3", "--rules", "lossless")
-    made: list[str] = []
-    real = compare_module._record
-    monkeypatch.setattr(compare_module, "_record", lambda *given: (made.append(given[0].item.id), real(*given))[1])
-    second = run(monkeypatch, pair, data, output, *quick, "--num", "4", "--rules", "lossless,dropmatch")
-    assert len(made) == 5  # four of dropmatch, one of lossless
+    first = run(monkeypatch, pair, data, output, *QUIET, "--num", "3", "--rules", "lossless")
+    made.clear()
+    second = run(monkeypatch, pair, data, output, *QUIET, "--num", "4", "--rules", "lossless,dropmatch")
+    assert sorted(made) == ["dropmatch"] * 4 + ["lossless"]
     for item, entry in first["arms"]["lossless L=3"]["items"].items():
         assert second["arms"]["lossless L=3"]["items"][item] == entry
     made.clear()
-    run(monkeypatch, pair, data, output, *quick, "--num", "4", "--rules", "lossless", "--restart")
+    run(monkeypatch, pair, data, output, *QUIET, "--num", "4", "--rules", "lossless", "--restart")
     assert len(made) == 4
+
+
+def test_a_result_keeps_the_rules_that_are_not_named_again(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path, made: list[str]
+) -> None:
+    """They were dropped with their answers, and so was the speed where the second run timed nothing."""
+    output = tmp_path / "compare.json"
+    timed = ("--lengths", "3", "--speed-items", "1", "--num", "2")
+    first = run(monkeypatch, pair, data, output, *timed, "--rules", "lossless,dropmatch@p=0.2")
+    made.clear()
+    second = run(monkeypatch, pair, data, output, *QUIET, "--num", "3", "--rules", "typical", "--lengths", "2")
+    assert list(second["arms"]) == ["lossless L=3", "dropmatch@p=0.2 L=3", "typical L=2"]
+    assert sorted(made) == ["dropmatch@p=0.2", "lossless", *["typical"] * 3]
+    assert second["speed"] == first["speed"]
+    assert second["settings"]["speed_items"] == 1
+    third = run(monkeypatch, pair, data, output, *timed[:-1], "3", "--rules", "typical")
+    assert set(third["speed"]["arms"]) == {"plain", *third["arms"]}
+
+
+def test_a_result_of_other_settings_or_fewer_prompts_is_not_written_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "compare.json"
+    run(monkeypatch, pair, data, output, *QUIET, "--num", "2", "--rules", "lossless")
+    before = output.read_text()
+    data.write_text(data.read_text().replace("boat 1", "ship 1"))
+    for options, message in (
+        (("--num", "2", "--seed", "5"), "seed: 0 then, 5 now"),
+        (("--num", "1"), "has 1 prompts that were not given, such as 'gsm8k/test/1'"),
+        (("--num", "2"), "'gsm8k/test/1' with another text"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, pair, data, output, *QUIET, "--rules", "lossless", *options)
+        assert stop.value.code == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert "--restart" in said
+        assert output.read_text() == before
+    result = run(monkeypatch, pair, data, output, *QUIET, "--num", "1", "--seed", "5", "--restart")
+    assert list(result["prompts"]) == ["gsm8k/test/0"]
+
+
+def test_answers_of_a_model_trained_further_are_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    """Both went by the folder's name."""
+    own, output = tiny.save_pair(tmp_path / "pair"), tmp_path / "compare.json"
+    options = (*QUIET, "--num", "1", "--rules", "lossless")
+    run(monkeypatch, own, data, output, *options)
+    tiny.save(own.target, tiny.target(seed=9))
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, own, data, output, *options)
+    assert stop.value.code == 2
+    assert "weights: " in capsys.readouterr().err
+
+
+def test_files_of_older_versions_are_extended(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path, made: list[str]
+) -> None:
+    """They hold neither a digest of the weights nor the caps of single prompts; nor do journals."""
+    output = tmp_path / "compare.json"
+    journal = output.with_name("compare.json.journal")
+    options = (*QUIET, "--num", "2", "--rules", "lossless")
+    result = run(monkeypatch, pair, data, output, *options)
+    del result["settings"]["weights"]
+    for prompt in result["prompts"].values():
+        del prompt["max_new_tokens"], prompt["stop"]
+    output.write_text(json.dumps(result))
+    shared = {
+        name: value
+        for name, value in result["settings"].items()
+        if name
+        not in ("data", "rules", "lengths", "arm_dropout", "batch", "items", "speed_items", "repeats", "speed_tokens")
+    }
+    (record,) = (r for item, r in result["arms"]["lossless L=3"]["items"].items() if item.endswith("/1"))
+    digest = compare_module.prompt_digest(
+        ["how fast is boat 1\nThink step by step, and give the answer as a number on the last line."]
+    )
+    entry = {"arm": "dropmatch L=3", "item": "gsm8k/test/1", "prompt": digest, "record": record}
+    journal.write_text("".join(json.dumps(line) + "\n" for line in (shared, entry)))
+    made.clear()
+    run(monkeypatch, pair, data, output, *QUIET, "--num", "2", "--rules", "dropmatch")
+    assert made == ["dropmatch"]
+
+
+def test_answers_under_another_cap_are_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: tiny.TinyPair, tmp_path: Path
+) -> None:
+    """A task's own cap is no setting of the command."""
+    output, data = tmp_path / "compare.json", tmp_path / "p.jsonl"
+    arguments = ("--target", str(pair.target), "--draft", str(pair.draft), "--data", str(data), "-o", str(output))
+    for task, code in (("prompts", 0), ("alpaca", 2)):
+        data.write_text(json.dumps({"id": "a", "task": task, "prompt": "why is the sky blue"}) + "\n")
+        monkeypatch.setattr("sys.argv", ["dropmatch", "compare", *arguments, *QUIET, "--rules", "lossless"])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == code
+    assert "another text, cap on tokens or stop string" in capsys.readouterr().err
+
+
+def test_prompts_are_written_out_for_reports_later_too(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path, made: list[str]
+) -> None:
+    """A finished file took no notice of --strips."""
+    output = tmp_path / "compare.json"
+    options = (*QUIET, "--num", "2", "--rules", "dropmatch")
+    first = run(monkeypatch, pair, data, output, *options, "--strips", "0")
+    assert not any("pieces" in record for record in first["arms"]["dropmatch L=3"]["items"].values())
+    made.clear()
+    records = list(
+        run(monkeypatch, pair, data, output, *options, "--strips", "1")["arms"]["dropmatch L=3"]["items"].values()
+    )
+    assert made == []
+    assert ["pieces" in record for record in records] == [True, False]
+
+
+def test_timings_of_other_settings_or_prompts_are_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    """A journal's timings went by method, id and repeat alone: those of longer answers or other prompts stood in."""
+    output = tmp_path / "compare.json"
+    timed: list[tuple[str, str, int]] = []
+    limit = 100
+    real = compare_module._time_one
+
+    def time_one(decoder: Any, item: Any, arm: Any, settings: Any, count: int) -> Any:
+        if len(timed) == limit:
+            raise KeyboardInterrupt
+        timed.append((arm.name, item.id, count))
+        return real(decoder, item, arm, settings, count)
+
+    monkeypatch.setattr(compare_module, "_time_one", time_one)
+    monkeypatch.setattr(compare_module, "_WARM_UP", 3)
+
+    def measure(*options: str, stop: int = 100) -> dict[str, Any] | None:
+        nonlocal limit
+        timed.clear()
+        limit = stop
+        options = ("--lengths", "3", "--num", "3", "--rules", "lossless", *options)
+        try:
+            return run(monkeypatch, pair, data, output, *options)
+        except SystemExit:
+            return None
+
+    assert measure("--speed-items", "2", "--repeats", "2", "--speed-tokens", "12", stop=9) is None
+    assert measure("--speed-items", "2", "--repeats", "2", "--speed-tokens", "8", stop=4) is None  # two warm up
+    assert [count for *_, count in timed] == [3, 3, 8, 8]
+    data.write_text(data.read_text().replace("boat 0", "ship 0"))
+    assert measure("--speed-items", "2", "--repeats", "2", "--speed-tokens", "8", stop=4) is None
+    result = measure("--speed-items", "1", "--repeats", "1", "--speed-tokens", "8")
+    assert result is not None
+    assert timed == []
+    assert result["speed"]["items"] == ["gsm8k/test/0"]
+    for arm in result["speed"]["arms"].values():
+        assert {item: len(seconds) for item, seconds in arm["seconds"].items()} == {"gsm8k/test/0": 1}
+        assert arm["time"]["target_s"] + arm["time"]["judge_s"] <= sum(arm["seconds"]["gsm8k/test/0"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"arm": "lossless L=3"}', "'record' is missing"),
+        ('{"record": {}}', "'arm' is missing"),
+        ('{"arm": "a", "item": "b", "prompt": "c", "record": {"tokens": []}}', "record.text is missing"),
+        ('{"speed": {"arm": "plain"}}', "speed.item is missing"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_damaged_journal_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pair: tiny.TinyPair,
+    data: Path,
+    tmp_path: Path,
+    line: str,
+    message: str,
+) -> None:
+    output = tmp_path / "compare.json"
+    options = ("--lengths", "3", "--num", "1", "--rules", "lossless", "--speed-items", "1")
+    with monkeypatch.context() as stopped:
+        stopped.setattr(compare_module, "_measure_speed", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            run(monkeypatch, pair, data, output, *options)
+    with output.with_name("compare.json.journal").open("a") as file:
+        file.write(line + "\n")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, pair, data, output, *options)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "compare.json.journal, line 3: " in said
+    assert message in said
+
+
+def damaged(change: str) -> str:
+    """A finished comparison of one prompt with something wrong."""
+    record = {"text": "", "tokens": [], "reasons": [], "logprobs": [], "lossy": [], "judged": [], "score": {}}
+    arm: dict[str, Any] = {"rule": "lossless", "draft_length": 3, "items": {"gsm8k/test/0": record}}
+    turns = ["how fast is boat 0\nThink step by step, and give the answer as a number on the last line."]
+    result: dict[str, Any] = {
+        "kind": "compare",
+        "format": 1,
+        "settings": {},
+        "prompts": {"gsm8k/test/0": {"task": "gsm8k", "turns": turns}},
+        "arms": {"lossless L=3": arm},
+    }
+    if change == "no turns":
+        del result["prompts"]["gsm8k/test/0"]["turns"]
+    if change == "an arm is a list":
+        result["arms"]["lossless L=3"] = []
+    if change == "no items":
+        del arm["items"]
+    return json.dumps(result)
+
+
+@pytest.mark.parametrize("change", ["no turns", "an arm is a list", "no items"])
+def test_damaged_parts_of_a_result_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pair: tiny.TinyPair,
+    data: Path,
+    tmp_path: Path,
+    change: str,
+) -> None:
+    output = tmp_path / "c.json"
+    output.write_text(damaged(change))
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{output}: " in said
+    assert "damaged" in said
+
+
+def test_damaged_answers_of_a_result_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "c.json"
+    result = run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
+    for key in ("texts", "rounds"):
+        broken = json.loads(json.dumps(result))
+        del broken["arms"]["lossless L=3"]["items"]["gsm8k/test/0"][key]
+        output.write_text(json.dumps(broken))
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
+        assert stop.value.code == 2
+        assert f"arms['lossless L=3'].items['gsm8k/test/0'].{key} is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

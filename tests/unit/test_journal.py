@@ -71,3 +71,51 @@ def test_a_finished_run_leaves_no_journal(output: Path) -> None:
     with Journal(output, SETTINGS) as journal:
         journal.remove()
     assert not journal.path.exists()
+
+
+def test_a_second_run_is_refused_while_one_writes(output: Path) -> None:
+    """Both wrote, and the first to end removed the other's journal."""
+    with Journal(output, SETTINGS) as journal:
+        with pytest.raises(ConfigError, match="Another run is writing"):
+            Journal(output, SETTINGS, restart=True)
+        journal.add({"item": 1})
+    assert entries(output) == [{"item": 1}]
+    assert [path.name for path in output.parent.iterdir()] == ["run.json.journal"]
+
+
+def test_a_refused_journal_is_let_go(output: Path) -> None:
+    write(output, {"item": 1})
+    with pytest.raises(ConfigError):
+        Journal(output, {**SETTINGS, "num": 4})
+    assert entries(output) == [{"item": 1}]
+
+
+def test_settings_that_older_versions_did_not_know_fit(output: Path) -> None:
+    write(output, {"item": 1})
+    with Journal(output, {**SETTINGS, "weights": "a"}, newer=("weights",)) as journal:
+        assert journal.entries == [{"item": 1}]
+    with pytest.raises(ConfigError, match="weights: null then"):
+        Journal(output, {**SETTINGS, "weights": "a"})
+    other = output.with_name("other.json")
+    with Journal(other, {**SETTINGS, "weights": "a"}):
+        pass
+    with pytest.raises(ConfigError, match='"a" then, "b" now'):
+        Journal(other, {**SETTINGS, "weights": "b"}, newer=("weights",))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[" * 100_000, "nested too deep"),
+        (b"\0" * 50, "zero bytes"),
+        ('{"item": 1}'.encode("utf-16"), "not UTF-8 text but UTF-16"),
+        (b'\xef\xbb\xbf{"item": 1}', "byte-order mark; save it as UTF-8 without"),
+        (b'{"item": "\xe9"}', "not UTF-8 text"),
+    ],
+)
+def test_what_is_no_text_is_named_in_plain_words(output: Path, line: bytes, message: str) -> None:
+    write(output)
+    with output.with_name(output.name + ".journal").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(DataError, match=f"journal, line 2: .*{message}"):
+        Journal(output, SETTINGS)

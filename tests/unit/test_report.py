@@ -493,7 +493,8 @@ def damage(*keys: Any, value: Any = None) -> Callable[[dict[str, Any]], None]:
         (damage("arms", "plain", "items", "gsm8k/test/1"), "arms['plain'].items['gsm8k/test/1'] is missing"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs"), ".logprobs is missing"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs", value=[1.0]), "20 entries"),
-        (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs", value=[math.nan] * 20), "not a finite number"),
+        (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs", value=[math.nan] * 20), "it holds NaN"),
+        (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs", value=[None] * 20), "not a finite number"),
         (damage("arms", "plain", "items", "gsm8k/test/0", "pieces", value=[None] * 20), "not text"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "reasons", value=[99] * 20), "99"),
         (damage("arms", "plain", "items", "gsm8k/test/1", "judged", value=[[1]]), "judged[0]"),
@@ -528,9 +529,10 @@ def test_damaged_results_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1 column 1"),
-        (b"\xff\xfe{", "position 0"),
-        (b"[" * 100_000, "recursion"),
+        (b"", "column 1"),
+        (b"\xff\xfe{", "not UTF-8 text but UTF-16"),
+        (b"\xe9{", "not UTF-8 text"),
+        (b"[" * 100_000, "nested too deep"),
         (b"[1]", "no results of a known kind"),
         (b'{"kind": "tune", "format": 1}', "results of kind 'tune'; a comparison of format 1 is needed"),
         (b'{"kind": "compare", "format": 7}', "a comparison of format 7; a comparison of format 1 is needed"),
@@ -549,7 +551,7 @@ def test_what_is_no_comparison_is_refused_by_name(
         results.write_bytes(content)
     assert command(monkeypatch, str(results)) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {results} ")
+    assert said.startswith(f"error: {results}")
     assert message in said
     assert not (tmp_path / "r.html").exists()
 

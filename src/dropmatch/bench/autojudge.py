@@ -7,7 +7,6 @@ LiveCodeBench; with a judge of its own), and IFEval, which the judge of GSM8K ha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from rich.table import Table
 
 from dropmatch.api import Decoder
 from dropmatch.bench.arms import ArmSpec, parse_arms
-from dropmatch.bench.compare import CompareSettings, read_compare, run_compare
+from dropmatch.bench.compare import NEWER, CompareSettings, read_compare, run_compare, shared_settings
+from dropmatch.bench.journal import describe_difference
 from dropmatch.bench.results import write_result
 from dropmatch.bench.tasks import Item
 from dropmatch.config import DropoutConfig
@@ -154,21 +154,14 @@ def _finished(
         return None
     result = read_compare(path)
     wanted = {
-        **described,
-        "k": decoder.dropout.num_paths,
-        "p_drop": decoder.dropout.p_drop,
-        "heads": decoder.dropout.heads,
-        "dtype": str(decoder.target.dtype),
+        **shared_settings(decoder, compare, described),
         "items": [item.id for item in part.items],
-        "max_new_tokens": compare.max_new_tokens,
-        "temperature": compare.temperature,
-        "seed": compare.seed,
         "speed_items": compare.speed_items,
         "repeats": compare.repeats,
         "speed_tokens": compare.speed_tokens,
     }
-    held = result["settings"]
-    if any(held.get(name) != value for name, value in json.loads(json.dumps(wanted)).items()):
+    held = {name: value for name, value in result["settings"].items() if name in wanted}
+    if describe_difference(held, wanted, NEWER):
         return None
     turns = {item: prompt["turns"] for item, prompt in result["prompts"].items()}
     is_same = turns == {item.id: list(item.turns) for item in part.items}

@@ -19,21 +19,37 @@ from typing import Any
 import torch
 
 from dropmatch.api import Decoder
-from dropmatch.bench.arms import PLAIN, ArmSpec
-from dropmatch.bench.journal import Journal
+from dropmatch.bench.arms import PLAIN, ArmSpec, parse_arms
+from dropmatch.bench.fields import NUMBER, Fields
+from dropmatch.bench.journal import Journal, describe_difference
 from dropmatch.bench.progress import ProgressMeter
-from dropmatch.bench.results import with_lines, write_whole
+from dropmatch.bench.results import read_json, with_lines, write_whole
 from dropmatch.bench.summary import summarize
 from dropmatch.bench.tasks import Item, score_all
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.core.acceptance import RuleOptions
 from dropmatch.core.engine import Chunk, Round
 from dropmatch.core.stats import EngineStats
-from dropmatch.errors import DataError
+from dropmatch.drafters.draft_model import DraftModelDrafter
+from dropmatch.eagle3.drafter import Eagle3Drafter
+from dropmatch.errors import ConfigError, DataError
 from dropmatch.hf.calibration import settle_p_drop
-from dropmatch.provenance import collect
+from dropmatch.hf.model import HFModel
+from dropmatch.provenance import collect, weights_digest
 
 FORMAT = 1
+NEWER = ("weights",)  # settings that files of older versions do not have
 _Key = tuple[str, str, str]  # method, item, digest of the prompt
+_TAKEN = {
+    **dict.fromkeys(("texts", "drafted_at", "accepted_at"), list),
+    **dict.fromkeys(("rounds", "drafted", "accepted"), int),
+}
+_TIMING = {
+    **dict.fromkeys(("arm", "item"), str),
+    **dict.fromkeys(("repeat", "tokens"), int),
+    "seconds": NUMBER,
+    "time": dict,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +66,10 @@ class CompareSettings:
     repeats: int = 1
     speed_tokens: int = 128
     strips: int = 4
+
+
+_WARM_UP = 8  # tokens
+_SPEED_SETTINGS = ("speed_items", "repeats", "speed_tokens")
 
 
 @dataclass(slots=True)
@@ -93,21 +113,13 @@ def run_compare(
 
     described: further settings for the results file, such as the models' names; data: where the prompts come from. An
     interrupt leaves the journal, and the same call goes on from it. Answers in a results file that is there already
-    are taken over where models, settings and prompts are the same, so that rules and prompts can be added to it; speed
-    is measured anew. restart: neither. Raises ConfigError, DataError.
+    are taken over; it must have the same models and settings, and no prompt that is not among items. Its methods stay
+    if they are among arms (see `with_earlier_arms`). Speed is measured anew, or kept from that file where speed_items
+    is 0. restart: nothing is taken over. Raises ConfigError, DataError.
     """
     provenance = collect(device=str(decoder.target.device))
     arms = [replace(arm, dropout=settle(decoder, arm)) for arm in arms]
-    same = {  # what an earlier run must share for its answers to stand for this one's
-        **described,
-        "k": decoder.dropout.num_paths,
-        "p_drop": decoder.dropout.p_drop,
-        "heads": decoder.dropout.heads,
-        "dtype": str(decoder.target.dtype),
-        "max_new_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "seed": settings.seed,
-    }
+    same = shared_settings(decoder, settings, described)
     written = {
         **same,
         "data": list(data),
@@ -115,22 +127,28 @@ def run_compare(
         "lengths": sorted({arm.draft_length for arm in arms if not arm.is_plain}),
         "arm_dropout": {a.name: {"k": a.dropout.num_paths, "p_drop": a.dropout.p_drop} for a in arms if not a.is_plain},
         "batch": settings.batch,
-        "speed_items": settings.speed_items,
-        "repeats": settings.repeats,
-        "speed_tokens": settings.speed_tokens,
         "items": [item.id for item in items],
+        **{name: getattr(settings, name) for name in _SPEED_SETTINGS},
     }
-    earlier = {} if restart else _earlier_records(output, same)
-    with Journal(output, same, restart=restart) as journal:
-        kept = {(e["arm"], e["item"], e["prompt"]): e["record"] for e in journal.entries if "record" in e}
-        records = {**earlier, **kept}
+    earlier = None if restart else _earlier(output, same, items, settings)
+    with Journal(output, same, restart=restart, newer=NEWER) as journal:
+        records = {**(_records_of(earlier) if earlier else {}), **journal_records(journal, items, settings)}
         measure_quality(decoder, items, arms, settings, journal, records)
+        for arm, item in itertools.product(arms, items[: settings.strips]):
+            key = arm.name, item.id, prompt_digest(item.turns)
+            records[key] = _with_pieces(records[key], decoder)
         speed = _measure_speed(decoder, items, arms, settings, journal)
+        if speed is None and earlier is not None and earlier.get("speed") is not None:
+            speed = earlier["speed"]
+            written |= {name: earlier["settings"].get(name) for name in _SPEED_SETTINGS}
         result: dict[str, Any] = {
             "kind": "compare",
             "format": FORMAT,
             "settings": written,
-            "prompts": {item.id: {"task": item.task, "turns": list(item.turns)} for item in items},
+            "prompts": {
+                item.id: {"task": item.task, "turns": list(item.turns), **_limits(item, settings.max_new_tokens)}
+                for item in items
+            },
             "arms": score_records(items, arms, records),
             "speed": speed,
         }
@@ -138,6 +156,49 @@ def run_compare(
         write_compare(result, output)
         journal.remove()
     return result
+
+
+def shared_settings(decoder: Decoder, settings: CompareSettings, described: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run must share for its answers to stand for this one's, as it reads back from a file."""
+    shared: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                **described,
+                "k": decoder.dropout.num_paths,
+                "p_drop": decoder.dropout.p_drop,
+                "heads": decoder.dropout.heads,
+                "dtype": str(decoder.target.dtype),
+                "max_new_tokens": settings.max_new_tokens,
+                "temperature": settings.temperature,
+                "seed": settings.seed,
+                "weights": weights_of(decoder),
+            }
+        )
+    )
+    return shared
+
+
+def weights_of(decoder: Decoder) -> dict[str, str | None]:
+    """A digest of target and draft weights, so that a model trained further is not taken for the one of that name."""
+    drafter, draft = decoder.drafter, None
+    if isinstance(drafter, DraftModelDrafter) and isinstance(drafter.model, HFModel):
+        draft = _model_digest(drafter.model.model)
+    elif isinstance(drafter, Eagle3Drafter):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(drafter.head.state_dict().items()):
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 64)]
+            digest.update(f"{name} {tuple(tensor.shape)} {sample.tolist()}".encode())
+        draft = digest.hexdigest()[:16]
+    return {"target": _model_digest(decoder.target.model), "draft": draft}
+
+
+def _model_digest(model: Any) -> str | None:
+    """Of a folder by what lies in it, of a model of the hub by its commit."""
+    folder = Path(model.config.name_or_path)
+    if folder.is_dir():
+        return weights_digest(folder)
+    commit: str | None = getattr(model.config, "_commit_hash", None)
+    return commit
 
 
 def settle(decoder: Decoder, arm: ArmSpec) -> DropoutConfig:
@@ -159,27 +220,111 @@ def write_compare(result: Mapping[str, Any], output: Path) -> None:
     write_whole(with_lines(others, "arms", f"{{\n{arms}\n }}"), output)
 
 
-def _earlier_records(output: Path, same: Mapping[str, Any]) -> dict[_Key, dict[str, Any]]:
-    """Answers of a finished comparison with the same settings."""
+def with_earlier_arms(
+    arms: Sequence[ArmSpec], output: Path, dropout: DropoutConfig, options: RuleOptions
+) -> list[ArmSpec]:
+    """The methods that a results file has, then those of `arms` that it has not. Raises ConfigError, DataError."""
     if not output.exists():
-        return {}
+        return list(arms)
+    earlier: list[ArmSpec] = []
+    for arm in read_compare(output)["arms"].values():
+        try:
+            earlier += parse_arms([arm["rule"]], [arm["draft_length"] or 1], dropout, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{output} has the rule {arm['rule']!r}, which cannot be run: {error} Name another --output, or give "
+                "--restart to write it anew."
+            ) from error
+    return list({arm.name: arm for arm in [*earlier, *arms]}.values())
+
+
+def _earlier(
+    output: Path, same: Mapping[str, Any], items: Sequence[Item], settings: CompareSettings
+) -> dict[str, Any] | None:
+    """A finished comparison that this one extends. Raises ConfigError if it is another, DataError if it is damaged."""
+    if not output.exists():
+        return None
     result = read_compare(output)
-    if any(result["settings"].get(name) != value for name, value in json.loads(json.dumps(same)).items()):
-        return {}
+    advice = "Name another --output, or give --restart to write this one anew."
+    held = {name: value for name, value in result["settings"].items() if name in same}
+    if difference := describe_difference(held, same, NEWER):
+        raise ConfigError(f"{output} holds a comparison with other settings ({difference}). {advice}")
+    by_id = {item.id: item for item in items}
+    missing = [item for item in result["prompts"] if item not in by_id]
+    if missing:
+        raise ConfigError(
+            f"{output} has {len(missing)} prompts that were not given, such as {missing[0]!r}. Give all of its "
+            f"prompts; others may be added. {advice}"
+        )
+    for name, prompt in result["prompts"].items():
+        asked = _asked(by_id[name], settings.max_new_tokens)
+        if not _fits({**prompt, "prompt": prompt_digest(prompt["turns"])}, asked):
+            raise ConfigError(
+                f"{output} has a prompt {name!r} with another text, cap on tokens or stop string than the one given. "
+                f"{advice}"
+            )
+    fields = Fields(str(output), "The file is damaged. Remove it, or give --restart to write it anew.")
+    for name, arm in result["arms"].items():
+        for item in result["prompts"]:
+            at = f"arms[{name!r}].items[{item!r}]"
+            _check_answer(fields, at, arm["items"].get(item))
+    return result
+
+
+def _records_of(result: Mapping[str, Any]) -> dict[_Key, dict[str, Any]]:
+    """The answers of a results file, without their scores."""
     prompts = {item: prompt_digest(prompt["turns"]) for item, prompt in result["prompts"].items()}
     return {
-        (name, item, prompts[item]): {key: value for key, value in record.items() if key != "score"}
+        (name, item, digest): {key: value for key, value in arm["items"][item].items() if key != "score"}
         for name, arm in result["arms"].items()
-        for item, record in arm["items"].items()
+        for item, digest in prompts.items()
     }
+
+
+def journal_records(journal: Journal, items: Sequence[Item], settings: CompareSettings) -> dict[_Key, dict[str, Any]]:
+    """Answers to these items that an earlier run left in its journal. Raises DataError naming a damaged line."""
+    asked = {item.id: _asked(item, settings.max_new_tokens) for item in items}
+    records: dict[_Key, dict[str, Any]] = {}
+    for number, entry in enumerate(journal.entries):
+        fields = Fields(journal.place(number), "Remove this line, or give --restart to begin again.")
+        if "record" not in entry:
+            if "arm" in entry:
+                raise fields.error("'record' is missing")
+            continue
+        fields.check("", entry, dict.fromkeys(("arm", "item", "prompt"), str))
+        _check_answer(fields, "record", entry["record"])
+        if entry["item"] in asked and _fits(entry, asked[entry["item"]]):
+            records[entry["arm"], entry["item"], entry["prompt"]] = entry["record"]
+    return records
+
+
+def _check_answer(fields: Fields, at: str, record: Any) -> None:
+    """Whether scoring and the summary can be made of a record."""
+    fields.record(at, record)
+    fields.check(at, record, _TAKEN)
+    fields.entries(f"{at}.texts", record["texts"], str)
+    for key in ("drafted_at", "accepted_at"):
+        fields.entries(f"{at}.{key}", record[key], int)
+
+
+def _limits(item: Item, max_new_tokens: int | None) -> dict[str, Any]:
+    """What ends an answer, beside the model."""
+    return {"max_new_tokens": max_new_tokens or item.max_new_tokens, "stop": list(item.stop)}
+
+
+def _asked(item: Item, max_new_tokens: int | None) -> dict[str, Any]:
+    """What an answer or a timing of another run must share, beside the settings."""
+    return {"prompt": prompt_digest(item.turns), **_limits(item, max_new_tokens)}
+
+
+def _fits(entry: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether an entry is of the same prompt under the same limits, as far as older versions wrote them down."""
+    return all(entry.get(name, value) == value for name, value in asked.items())
 
 
 def read_compare(path: Path) -> dict[str, Any]:
     """A results file of `run_compare`. Raises DataError naming the file if it is none."""
-    try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}). Name another file, or remove this one.") from error
+    result: dict[str, Any] = read_json(path, "Name another file, or remove this one.")
     kind = result.get("kind") if isinstance(result, dict) else None
     if kind != "compare" or result.get("format") != FORMAT:
         what = f"results of kind {kind!r}" if kind else "no results of a known kind"
@@ -191,6 +336,12 @@ def read_compare(path: Path) -> dict[str, Any]:
     missing = [key for key in ("settings", "prompts", "arms") if not isinstance(result.get(key), dict)]
     if missing:
         raise DataError(f"{path}: {missing[0]!r} is missing. The file is damaged; measure again.")
+    fields = Fields(str(path), "The file is damaged; measure again.")
+    for item, prompt in result["prompts"].items():
+        fields.check(f"prompts[{item!r}]", prompt, {"task": str, "turns": list})
+        fields.entries(f"prompts[{item!r}].turns", prompt["turns"], str)
+    for name, arm in result["arms"].items():
+        fields.check(f"arms[{name!r}]", arm, {"rule": str, "draft_length": int, "items": dict})
     return result
 
 
@@ -230,7 +381,6 @@ def measure_quality(
     records: dict[_Key, dict[str, Any]],
 ) -> None:
     """Fill records with the answers that they lack."""
-    stripped = {item.id for item in items[: settings.strips]}
     wanted = {(arm.name, item.id, prompt_digest(item.turns)) for arm in arms for item in items}
     with ProgressMeter("quality", len(wanted), len(wanted & records.keys())) as meter:
         # drafts of one length and dropout settings of one kind make one batch; an item's methods stand side by side
@@ -245,10 +395,9 @@ def measure_quality(
             if not answers:
                 continue
             for answer, note in _decode_together(decoder, answers, members[0].dropout, key[0], settings):
-                record = _record(answer, decoder if answer.item.id in stripped else None)
-                name, item, digest = answer.arm.name, answer.item.id, prompt_digest(answer.item.turns)
-                journal.add({"arm": name, "item": item, "prompt": digest, "record": record})
-                records[name, item, digest] = record
+                record, asked = _record(answer), _asked(answer.item, settings.max_new_tokens)
+                journal.add({"arm": answer.arm.name, "item": answer.item.id, **asked, "record": record})
+                records[answer.arm.name, answer.item.id, asked["prompt"]] = record
                 meter.advance(note=note)
 
 
@@ -354,24 +503,29 @@ def _collect(answer: _Answer, chunks: Sequence[Chunk]) -> None:
         )  # fmt: skip
 
 
-def _record(answer: _Answer, decoder: Decoder | None) -> dict[str, Any]:
-    """The results file's entry. decoder: writes out the single tokens, where that is wanted."""
-    pieces = {} if decoder is None else {"pieces": _pieces(decoder, answer.tokens)}
-    lossy = answer.lossy if decoder is None else [_with_best_piece(decoder, token) for token in answer.lossy]
+def _record(answer: _Answer) -> dict[str, Any]:
+    """The results file's entry."""
     return {
         "text": "\n\n".join(answer.texts),
         "texts": answer.texts,
         "tokens": answer.tokens,
-        **pieces,
         "reasons": answer.reasons,
         "logprobs": answer.logprobs,
         "finish": answer.finish,
         **answer.counts,
         "drafted_at": answer.drafted_at,
         "accepted_at": answer.accepted_at,
-        "lossy": lossy,
+        "lossy": answer.lossy,
         "judged": [entry for entry in answer.judged if entry[0] is None or entry[0] < len(answer.tokens)],
     }
+
+
+def _with_pieces(record: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """A record with its single tokens written out, and the target's own tokens where it lost them."""
+    if "pieces" in record:
+        return dict(record)
+    lossy = [_with_best_piece(decoder, token) for token in record["lossy"]]
+    return {**record, "pieces": _pieces(decoder, record["tokens"]), "lossy": lossy}
 
 
 def _with_best_piece(decoder: Decoder, token: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,12 +561,12 @@ def _measure_speed(
     methods = list(arms)
     if not any(arm.is_plain for arm in methods):
         methods.insert(0, replace(methods[0], rule=PLAIN, draft_length=0))
-    entries = [e["speed"] for e in journal.entries if "speed" in e]
+    entries = _earlier_timings(journal, timed, methods, settings)
     done = {(e["arm"], e["item"], e["repeat"]) for e in entries}
     with ProgressMeter("speed", len(methods) * len(timed) * settings.repeats, len(done)) as meter:
         if len(done) < meter.total:
             for method in methods:  # warm up
-                _time_one(decoder, timed[0], method, settings, 8)
+                _time_one(decoder, timed[0], method, settings, _WARM_UP)
         for repeat, (i, item) in itertools.product(range(settings.repeats), enumerate(timed)):
             # each prompt starts at another method, so that none always runs first
             start = (i + repeat) % len(methods)
@@ -423,6 +577,7 @@ def _measure_speed(
                 entry = {
                     "arm": method.name,
                     "item": item.id,
+                    **_asked(item, settings.speed_tokens),
                     "repeat": repeat,
                     "seconds": seconds,
                     "tokens": tokens,
@@ -437,6 +592,26 @@ def _measure_speed(
         "max_new_tokens": settings.speed_tokens,
         "arms": {method.name: _speed_of(method, entries) for method in methods},
     }
+
+
+def _earlier_timings(
+    journal: Journal, timed: Sequence[Item], methods: Sequence[ArmSpec], settings: CompareSettings
+) -> list[dict[str, Any]]:
+    """Timings of an earlier run that this one would repeat: the same prompts, limits, methods and repeats."""
+    asked = {item.id: _asked(item, settings.speed_tokens) for item in timed}
+    names = {method.name for method in methods}
+    entries = []
+    for number, entry in enumerate(journal.entries):
+        if "speed" not in entry:
+            continue
+        fields, timing = Fields(journal.place(number), "Remove this line, or give --restart."), entry["speed"]
+        fields.check("speed", timing, _TIMING)
+        fields.entries("speed.time", timing["time"].values(), NUMBER)
+        wanted = asked.get(timing["item"])
+        is_same = wanted is not None and all(timing.get(name) == value for name, value in wanted.items())
+        if is_same and timing["arm"] in names and timing["repeat"] < settings.repeats:
+            entries.append(timing)
+    return entries
 
 
 def _speed_of(method: ArmSpec, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

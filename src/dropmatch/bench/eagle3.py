@@ -16,7 +16,7 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.arms import parse_arms
-from dropmatch.bench.compare import CompareSettings, read_compare, run_compare
+from dropmatch.bench.compare import NEWER, CompareSettings, read_compare, run_compare, weights_of
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.results import write_result
 from dropmatch.bench.tasks import Item
@@ -109,10 +109,11 @@ def run_eagle3(
         "repeats": settings.repeats,
         "speed_tokens": settings.speed_tokens,
         "seed": settings.seed,
+        "weights": weights_of(decoder),
     }
     provenance = collect(device=str(decoder.target.device))
     folder = output.with_suffix("")
-    with Journal(output, written, restart=restart) as journal:
+    with Journal(output, written, restart=restart, newer=NEWER) as journal:
         parts: dict[str, dict[str, Any]] = {}
         for name, part in _parts(decoder, drafter, items, other_items, bench, settings).items():
             path = folder / f"{name}.json"

@@ -1,16 +1,22 @@
 """A journal of finished work beside a results file, so that a run that is stopped goes on where it was.
 
 One JSON object a line, flushed as it is written. The first line holds the settings: a journal of other settings is
-refused. A last line cut short by a crash is dropped, since its work was not finished.
+refused. A last line cut short by a crash is dropped, since its work was not finished. One run at a time may write
+to a journal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from dropmatch.bench.results import parse_json
 from dropmatch.errors import ConfigError, DataError
 
 
@@ -19,22 +25,40 @@ class Journal:
 
     entries: those of earlier runs and of this one, in order."""
 
-    def __init__(self, output: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
-        """Open the journal of a results file, or begin one. restart: throw an earlier one away.
+    def __init__(
+        self, output: Path, settings: dict[str, Any], *, restart: bool = False, newer: Collection[str] = ()
+    ) -> None:
+        """Open the journal of a results file, or begin one. restart: throw an earlier one away; newer: settings that
+        journals of older versions do not have, and that then fit.
 
-        Raises ConfigError if it belongs to other settings, DataError naming file and line if it cannot be read.
+        Raises ConfigError if it belongs to other settings or another run writes it now, DataError naming file and line
+        if it cannot be read.
         """
         self.path = output.with_name(output.name + ".journal")
         self.entries: list[dict[str, Any]] = []
         settings = json.loads(json.dumps(settings))  # as it reads back
         output.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise ConfigError(
+                f"Another run is writing {self.path} now. Wait until it has ended, or name another --output."
+            ) from None
+        try:
+            self._open(settings, output, restart=restart, newer=newer)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, settings: dict[str, Any], output: Path, *, restart: bool, newer: Collection[str]) -> None:
         if restart:
             self.path.unlink(missing_ok=True)
         if self.path.exists():
             head, self.entries, size = _read(self.path)
-            if head is not None and head != settings:
+            if head is not None and (difference := describe_difference(head, settings, newer)):
                 raise ConfigError(
-                    f"{self.path} holds an unfinished run with other settings ({_difference(head, settings)}). "
+                    f"{self.path} holds an unfinished run with other settings ({difference}). "
                     "Give the settings of that run, another --output, or --restart to throw it away."
                 )
             if head is not None:
@@ -44,11 +68,21 @@ class Journal:
         self._file = self.path.open("w", encoding="utf-8")
         self._write(settings)
 
+    def _unlock(self) -> None:
+        with contextlib.suppress(PermissionError):  # Windows removes it itself, as the lock is let go
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+        self._lock.release()
+
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        self._unlock()
+
+    def place(self, number: int) -> str:
+        """Where entry `number` of an earlier run stands, for messages."""
+        return f"{self.path}, line {number + 2}"
 
     def add(self, entry: dict[str, Any]) -> None:
         """Keep an entry, on disk too."""
@@ -72,18 +106,20 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]
         lines.pop()
     entries: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}). Remove the file to begin again.") from error
+        entry = parse_json(line, f"{path}, line {number}", "Remove the file to begin again.", has_nan=True)
         if not isinstance(entry, dict):
             raise DataError(f"{path}, line {number}: not a JSON object. Remove the file to begin again.")
         entries.append(entry)
     return (entries[0] if entries else None), entries[1:], sum(map(len, lines))
 
 
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+def describe_difference(old: Mapping[str, Any], new: Mapping[str, Any], newer: Collection[str] = ()) -> str:
+    """Which settings differ and how, in words; empty if none does. newer: those that fit if the old ones lack them."""
+    names = [
+        name
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not (name in newer and name not in old)
+    ]
     shown = [f"{name}: {_short(old.get(name))} then, {_short(new.get(name))} now" for name in names[:3]]
     return "; ".join(shown)
 

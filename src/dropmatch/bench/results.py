@@ -1,11 +1,14 @@
-"""Results files: JSON, written whole or not at all."""
+"""Results files: JSON, written whole or not at all, and read with faults in plain words."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from dropmatch.errors import DataError
 
 
 def write_result(result: dict[str, Any], output: Path) -> None:
@@ -25,3 +28,43 @@ def with_lines(head: Mapping[str, Any], key: str, body: str) -> str:
     """JSON of an object whose last key holds body, which is JSON with one record a line: a large file then stays
     readable, and its diffs small."""
     return json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}") + f",\n {json.dumps(key)}: {body}\n}}\n"
+
+
+def read_json(path: Path, advice: str) -> Any:
+    """What a JSON file holds. advice: what to do where it cannot be read, as a sentence. Raises DataError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
+    return parse_json(data, str(path), advice)
+
+
+def parse_json(data: bytes, where: str, advice: str, *, has_nan: bool = False) -> Any:
+    """The value of a JSON text. where: its file, perhaps with a line; has_nan: take NaN and infinity, which Python
+    writes though JSON does not have them. Raises DataError."""
+    cause: Exception
+    try:
+        _check_text(data)
+        return json.loads(data.decode("utf-8"), parse_constant=None if has_nan else _refuse_constant)
+    except UnicodeDecodeError as error:
+        fault, cause = f"not UTF-8 text ({error.reason} at byte {error.start})", error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in error.doc.strip() else ""
+        fault, cause = f"not JSON ({error.msg} at {line}column {error.colno})", error
+    except (ValueError, RecursionError) as error:
+        fault, cause = "nested too deep" if isinstance(error, RecursionError) else str(error), error
+    raise DataError(f"{where}: {fault}. {advice}") from cause
+
+
+def _check_text(data: bytes) -> None:
+    """Raise ValueError for what json's own messages would not make plain."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("not UTF-8 text but UTF-16; save it as UTF-8")
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("begins with a byte-order mark; save it as UTF-8 without one (without BOM)")
+    if b"\0" in data:
+        raise ValueError("holds zero bytes, as a crash of the machine can leave them, or is no UTF-8 text")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"not JSON (it holds {name})")

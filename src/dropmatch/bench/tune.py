@@ -41,7 +41,14 @@ from dropmatch.bench.budget import (
     pooled_tau,
     tau_by_length,
 )
-from dropmatch.bench.compare import CompareSettings, measure_quality, prompt_digest, score_records, settle
+from dropmatch.bench.compare import (
+    CompareSettings,
+    journal_records,
+    measure_quality,
+    prompt_digest,
+    score_records,
+    settle,
+)
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
@@ -231,7 +238,7 @@ class _Search:
             max_new_tokens=settings.max_new_tokens, batch=settings.batch, seed=settings.seed, strips=0
         )
         self._dropouts: dict[Candidate, DropoutConfig] = {}  # with p_drop="auto" settled
-        self.records = {(e["arm"], e["item"], e["prompt"]): e["record"] for e in journal.entries if "record" in e}
+        self.records = journal_records(journal, items, self.compare)
 
     # -- 1 ----------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,10 @@ from dropmatch.cli.runs import (
     say_written,
     stoppable,
 )
+
+if TYPE_CHECKING:
+    from dropmatch.bench.arms import ArmSpec
+    from dropmatch.config import DropoutConfig
 
 
 def compare(
@@ -59,17 +63,18 @@ def compare(
     seed: o.Seed = 0,
     strips: Annotated[int, typer.Option(min=0, help="Prompts whose tokens are written out for reports.")] = 4,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Take nothing over from an earlier run of this output.")
+        bool, typer.Option("--restart", help="Write the output anew: take nothing over from an earlier run of it.")
     ] = False,
     dtype: o.DType = "auto",
     device: o.Device = "auto",
 ) -> None:
     """Compare acceptance rules on the same prompts: tau, speed, accuracy with intervals, what the text lost.
 
-    A run that is stopped goes on where it was when the same command is given again, and rules or prompts can be added
-    to a results file that is there already."""
+    A run that is stopped goes on where it was when the same command is given again. A results file that is there
+    already is extended: its rules run beside those given, on its prompts, which must be among those given, and on new
+    ones. Only what is missing is decoded. A file of other models or settings is refused."""
     from dropmatch.bench.arms import parse_arms, split_list
-    from dropmatch.bench.compare import CompareSettings, run_compare
+    from dropmatch.bench.compare import CompareSettings, run_compare, with_earlier_arms
     from dropmatch.config import DropoutConfig
     from dropmatch.core.acceptance import RuleOptions
 
@@ -77,8 +82,13 @@ def compare(
     rule_options = RuleOptions(guard_prob=guard_prob, guard_ratio=guard_ratio, judge=o.load_head(judge))
     head = rule_options.judge
     names = split_list(rules)
-    parse_arms(names, draft_lengths, DropoutConfig(num_paths=k), rule_options)  # mistakes show before models load
     check_writable(output)
+
+    def all_arms(dropout: DropoutConfig) -> list[ArmSpec]:
+        arms = parse_arms(names, draft_lengths, dropout, rule_options)
+        return arms if restart else with_earlier_arms(arms, output, dropout, rule_options)
+
+    longest = max(arm.draft_length for arm in all_arms(DropoutConfig(num_paths=k)))  # mistakes show before models load
     items = load_prompts(data, num, start)
     decoder = o.load_decoder(
         target,
@@ -86,14 +96,14 @@ def compare(
         rule="lossless",
         k=k,
         p_drop=p_drop,
-        draft_length=max(draft_lengths),
+        draft_length=max(longest, 1),
         dtype=dtype,
         device=device,
         heads=heads,
         draft_weights=draft_weights,
         min_confidence=min_confidence,
     )
-    arms = parse_arms(names, draft_lengths, decoder.dropout, rule_options)
+    arms = all_arms(decoder.dropout)
     settings = CompareSettings(
         max_new_tokens=max_new_tokens,
         batch=batch,
