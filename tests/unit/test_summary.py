@@ -113,6 +113,52 @@ def test_speed_is_a_ratio_by_prompt() -> None:
     assert rows(items=["a", "b"], arms=arms)["dropmatch", "y"]["over_plain"] is None  # "c" was not timed
 
 
+def timed(**lengths: int) -> dict[str, Any]:
+    """A result whose lossless method has another draft length or is missing, with every method timed on "a"."""
+    given = result()
+    arms = given["arms"]
+    arms["plain"] = {"rule": "plain", "draft_length": 0, "items": arms["lossless L=2"]["items"]}
+    lossless = arms.pop("lossless L=2")
+    for name, length in lengths.items():
+        arms[f"{name} L={length}"] = {**lossless, "draft_length": length}
+    arm = {"seconds": {"a": [1.0]}, "tokens": {"a": 8}, "time": {"target_s": 2.0, "judge_s": 0.1}}
+    given["speed"] = {"items": ["a"], "arms": dict.fromkeys(arms, arm)}
+    return {row["rule"]: row for row in summarize(given) if row["task"] == "all"}
+
+
+def test_speed_over_lossless_is_at_the_same_draft_length_or_not_at_all() -> None:
+    """It was over lossless decoding at any other length, which is of another speed."""
+    rows = timed(lossless=5)
+    assert rows["dropmatch"]["over_lossless"] is rows["plain"]["over_lossless"] is None
+    assert rows["dropmatch"]["over_plain"]["median"] == 1.0
+    assert rows["lossless"]["over_lossless"]["median"] == 1.0
+    assert rows["dropmatch"]["length_ratio"] == pytest.approx(12 / 7)  # the texts are the same at any length
+    assert rows["dropmatch"]["gained"] == 1
+    assert timed(lossless=2)["dropmatch"]["over_lossless"]["median"] == 1.0
+
+
+def test_plain_decoding_does_not_stand_in_for_lossless() -> None:
+    row = timed()["dropmatch"]
+    names = ("over_lossless", "length_ratio", "logprob_difference", "diverged_share", "accuracy_difference", "p_value")
+    assert all(row[name] is None for name in names)
+    assert row["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_the_heads_share_of_time_stands_where_all_timed_prompts_are() -> None:
+    """A task's row had that of all tasks."""
+    arm = {
+        "seconds": {"a": [1.0], "c": [1.0]},
+        "tokens": {"a": 8, "c": 8},
+        "time": {"target_s": 2.0, "judge_s": 0.1},
+    }
+    arms = {"lossless L=2": arm, "dropmatch L=2": arm}
+    shares = {
+        task: rows(items=["a", "c"], arms=arms)["dropmatch", task]["judge_over_target"] for task in ("all", "x", "y")
+    }
+    assert shares == {"all": 0.05, "x": None, "y": None}
+    assert rows(items=["a"], arms=arms)["dropmatch", "x"]["judge_over_target"] == 0.05
+
+
 def test_the_front_is_marked() -> None:
     marked = {key: row["pareto"] for key, row in rows().items()}
     assert marked["dropmatch", "y"]

@@ -1,7 +1,8 @@
 """From the records of a comparison to its table: one row per method and task. Pure functions over JSON values.
 
-tau pools rounds over items; texts are compared with lossless decoding at the same draft length where it was run, else
-with any lossless method of the run, else with plain decoding. Figures that cannot be had are None.
+tau pools rounds over items. Texts and their grades are compared with lossless decoding at the same draft length where
+it was run, else at another one, since its texts are the same but for rounding; speed with that at the same length
+alone. Figures that cannot be had are None.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "draft_length": arm["draft_length"],
                     "task": task,
                     **figures(records, lossless),
-                    **_speed_figures(result.get("speed"), name, base, items),
+                    **_speed_figures(
+                        result.get("speed"),
+                        name,
+                        base if base is not None and _same_length(result["arms"], name, base) else None,
+                        items,
+                    ),
                 }
             )
         _mark_front(group)
@@ -48,11 +54,13 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def reference_arm(arms: Mapping[str, Any], name: str) -> str | None:
-    """The lossless method to compare with."""
-    length = arms[name]["draft_length"]
+    """The lossless method whose texts to compare with; None where none was run."""
     lossless = [other for other, arm in arms.items() if arm["rule"] == "lossless"]
-    same = [other for other in lossless if arms[other]["draft_length"] == length]
-    return next(iter([*same, *lossless, *([PLAIN] if PLAIN in arms else [])]), None)
+    return next(iter([*(other for other in lossless if _same_length(arms, name, other)), *lossless]), None)
+
+
+def _same_length(arms: Mapping[str, Any], name: str, other: str) -> bool:
+    return bool(arms[name]["draft_length"] == arms[other]["draft_length"])
 
 
 def figures(records: Records, lossless: Records | None) -> dict[str, Any]:
@@ -165,13 +173,14 @@ def _accuracy(records: Records, lossless: Records | None) -> dict[str, Any]:
 def _speed_figures(
     speed: Mapping[str, Any] | None, name: str, base: str | None, items: Sequence[str]
 ) -> dict[str, Any]:
-    """Ratios item by item (median of the repeats each), as median, minimum and maximum over items."""
+    """Ratios item by item (median of the repeats each), as median, minimum and maximum over items. base: lossless
+    decoding at the same draft length. The head's share of the time is known of all timed items together only."""
     timed = [item for item in items if speed is not None and item in speed["items"]]
     if speed is None or not timed or name not in speed["arms"]:
         return dict.fromkeys(("tokens_per_second", "over_plain", "over_lossless", "judge_over_target"))
     arm = speed["arms"][name]
     seconds = sum(statistics.median(arm["seconds"][item]) for item in timed)
-    target = arm["time"]["target_s"]
+    target = arm["time"]["target_s"] if len(timed) == len(speed["items"]) else None
 
     def over(other: str | None) -> dict[str, float] | None:
         if other is None or other not in speed["arms"]:

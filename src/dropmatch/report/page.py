@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dropmatch.bench.arms import PLAIN
 from dropmatch.bench.summary import first_divergence, reference_arm
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import ConfigError
@@ -255,11 +256,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _answers(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each item's answers under each rule beside lossless decoding's, from where they part.
+    """Each item's answers under each rule beside lossless decoding's, else plain decoding's, from where they part.
 
     Items whose grade a rule changed come first where not all have room."""
     arms = result["arms"]
-    bases = {name: base for name in arms if (base := reference_arm(arms, name)) not in (None, name)}
+    plain = PLAIN if PLAIN in arms else None
+    bases = {name: base for name in arms if (base := reference_arm(arms, name) or plain) not in (None, name)}
     entries = [_answer(result, item, bases) for item in result["prompts"]]
     rank = sorted(range(len(entries)), key=lambda i: (-entries[i]["regraded"], -entries[i]["changed"]))
     kept: set[int] = set()
