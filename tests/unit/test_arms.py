@@ -56,6 +56,26 @@ def test_bad_values_are_named(rule: str, message: str) -> None:
         arms(rule)
 
 
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("plain@k=3", "'k' means nothing to plain decoding. It takes no settings. Write 'plain'"),
+        ("plain@L=4", "'L' means nothing to plain"),
+        *((f"lossless@{setting}", "Only @L is allowed") for setting in ("k=3", "p=0.1", "heads=full", "guard=0.1")),
+        ("lossless@guard-ratio=0.1", "'guard-ratio' means nothing to lossless"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(rule: str, message: str) -> None:
+    """`plain@k=3` drafted after all, and `lossless@k=3` was no reference."""
+    with pytest.raises(ConfigError, match=message):
+        arms(rule)
+
+
+def test_lossless_decoding_may_have_a_draft_length_of_its_own() -> None:
+    (arm,) = parse_arms(["lossless@L=2"], [5], DROPOUT, RuleOptions())
+    assert (arm.name, arm.is_lossless) == ("lossless L=2", True)
+
+
 @pytest.mark.parametrize("rule", ["dropmach", "dropmatch@q=1"])
 def test_unknown_names_are_refused(rule: str) -> None:
     with pytest.raises(UnknownNameError):

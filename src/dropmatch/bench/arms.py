@@ -2,13 +2,14 @@
 
 A rule by name (or several joined by '+'), then settings of its own behind '@': p (drop probability or auto), k
 (dropout paths), guard (least target probability of a lossy token), guard-ratio, heads (full or shortlist), L (draft
-length). What is left out comes from the command's own options. `plain` is decoding without a draft.
+length). What is left out comes from the command's own options. `plain` is decoding without a draft and has no
+settings; `lossless` asks no dropout heads and keeps no lossy token, so it has a draft length alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from dropmatch.errors import ConfigError, UnknownNameError
 
 PLAIN = "plain"
 _SETTINGS = ("p", "k", "guard", "guard-ratio", "heads", "L")
+_FEWER_SETTINGS: Mapping[str, Sequence[str]] = {PLAIN: (), "lossless": ("L",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ def _parse(text: str, dropout: DropoutConfig, options: RuleOptions) -> tuple[Acc
         key, _, value = setting.partition("=")
         if key not in _SETTINGS:
             raise UnknownNameError(f"setting of rule {name!r}", key, _SETTINGS)
+        if key not in (allowed := _FEWER_SETTINGS.get(name, _SETTINGS)):
+            which = f"Only @{' and @'.join(allowed)} is allowed." if allowed else "It takes no settings."
+            raise ConfigError(f"{text!r}: {key!r} means nothing to {name} decoding. {which} Write {name!r}.")
         try:
             if key == "L":
                 length = int(value)
