@@ -114,12 +114,31 @@ def test_missing_broken_and_foreign_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         table([(path, "r.json")])
     path.write_text('{"kind":\n')
-    with pytest.raises(DataError, match="line 2: not JSON"):
+    with pytest.raises(DataError, match=r"r\.json: not JSON"):
         table([(path, "r.json")])
     for text in ('{"kind": "other"}', '{"kind": ["compare"]}', "[]"):
         path.write_text(text)
         with pytest.raises(DataError, match=r"holds .*bench-quick, .*compare"):
             table([(path, "r.json")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps(QUICK).encode("utf-16"), "UTF-16"),
+        (b"[" * 100_000, "nested too deep"),
+        (json.dumps(QUICK).replace("4.25", "NaN").encode(), "NaN"),
+        (json.dumps(QUICK).replace("max_new_tokens", "other").encode(), "'max_new_tokens' is missing"),
+        (json.dumps(QUICK).replace("4.25", '"fast"').encode(), "a value is not what it should be"),
+        (json.dumps({"kind": "compare", "summary": [{}]}).encode(), "is missing"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    """They ended in errors of Python, and NaN was printed as a figure."""
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"r\.json.*{message}"):
+        table([(path, "r.json")])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +251,7 @@ def test_table_6_sets_files_side_by_side_above_the_papers_pairs(tmp_path: Path) 
     one = comparison(row("lossless", 10, tau=7.5), row("dropmatch", 10, tau=8.5), row("typical", 10))
     other = comparison(
         *(row("lossless", 10, "all"), row("lossless", 10, "mmlu", n=9, accuracy=0.75)),
-        *(row("dropmatch", 10, "mmlu", **UNGRADED), row("dropmatch", 10, "mbpp")),
+        *(row("dropmatch", 10, "mmlu", n=9, **UNGRADED), row("dropmatch", 10, "mbpp")),
     )
     other["provenance"] = {**PROVENANCE, "command": "another command"}
     other["settings"]["k"] = 3
@@ -276,6 +295,22 @@ def test_table_6_has_speed_at_the_same_length(tmp_path: Path) -> None:
         *("", "1.50x (1.00-2.00)", "1.50x (1.00-2.00)"),
         *("1.00x", f"{1.22 / 1.02:.2f}x", "1.00x", f"{1.13 / 0.96:.2f}x"),
     ]
+
+
+def test_table_6_refuses_rows_that_were_not_measured_side_by_side(tmp_path: Path) -> None:
+    """Rows of one task stood under one n, whatever theirs was, beside a lossless row that they were not set against."""
+
+    def joined(*parts: list[Result]) -> str:
+        for name, rows in zip("ab", parts, strict=True):
+            (tmp_path / f"{name}.json").write_text(json.dumps(comparison(*rows)))
+        return table([(tmp_path / f"{name}.json", f"{name}.json") for name in "ab"], "paper-6")
+
+    with pytest.raises(DataError, match=r"a\.json has gsm8k with 16 prompts, and b\.json with 2"):
+        joined([row("lossless")], [row(length=10, n=2)])
+    with pytest.raises(DataError, match=r"b\.json has dropmatch L=5 on gsm8k.*another run, a\.json.* -o a\.json"):
+        joined([row("lossless")], [row()])
+    fives, tens = ([row(rule, length) for rule in ("lossless", "dropmatch")] for length in (5, 10))
+    assert "gsm8k (n=16): tau" in joined(fives, tens)
 
 
 def test_table_6_refuses_a_task_twice_and_files_of_other_rules(tmp_path: Path) -> None:

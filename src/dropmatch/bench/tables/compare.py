@@ -92,15 +92,17 @@ def pareto(named: Named) -> str:
 def paper6(files: Sequence[Named]) -> str:
     """Table 6: lossless and DropMatch by draft length, tasks side by side, over all files; the paper's pairs below."""
     rows: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    names: dict[tuple[str, int, str], str] = {}  # the file of each cell
     for result, name in files:
         for row in result["summary"]:
-            rule, task = row["rule"], row["task"]
+            rule, task, length = row["rule"], row["task"], row["draft_length"]
             if task == "all" or not (rule == "lossless" or rule.split("@")[0] in _PAPER_RULES):
                 continue
-            cells = rows.setdefault((rule, row["draft_length"]), {})
+            cells = rows.setdefault((rule, length), {})
             if task in cells:
                 raise DataError(f"{name} has {task} too. Give each task in one file.")
-            cells[task] = row
+            cells[task], names[rule, length, task] = row, name
+    _check_side_by_side(rows, names)
     if not rows:
         raise DataError(f"{files[0][1]} compares neither lossless nor dropmatch. Give a file that does.")
     tasks = list(dict.fromkeys(task for cells in rows.values() for task in cells))
@@ -139,6 +141,28 @@ def paper6(files: Sequence[Named]) -> str:
         f"{' '.join(dict.fromkeys(runs))} Paper: Table 6.{timed}",
         *(made_by(result, name) for result, name in files),
     )
+
+
+def _check_side_by_side(
+    rows: Mapping[tuple[str, int], Mapping[str, Mapping[str, Any]]], names: Mapping[tuple[str, int, str], str]
+) -> None:
+    """Raise DataError where rows of one task are of unlike prompts, or set against the lossless row of another file."""
+    first: dict[str, tuple[int, str]] = {}
+    for (rule, length, task), name in names.items():
+        n = rows[rule, length][task]["n"]
+        other_n, other = first.setdefault(task, (n, name))
+        if n != other_n:
+            raise DataError(
+                f"{other} has {task} with {other_n} prompts, and {name} with {n}. Measure both on the same prompts: "
+                "`dropmatch compare` extends the shorter one if all of them are given."
+            )
+        base = names.get(("lossless", length, task), name)
+        if base != name:
+            raise DataError(
+                f"{name} has {rule} L={length} on {task}, and its lossless row is that of another run, {base}. Add the "
+                f"rule to that file: dropmatch compare --rules {rule} --lengths {length} -o {base}, with its other "
+                "options as they were."
+            )
 
 
 def _task_titles(task: str, rows: Mapping[Any, Mapping[str, Mapping[str, Any]]], has_speed: bool) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dropmatch.bench.results import read_json
 from dropmatch.bench.tables import autojudge, closed_form, compare, eagle3, heads, radius, serving, speed
 from dropmatch.bench.tables.markdown import Named
-from dropmatch.errors import DataError, UnknownNameError
+from dropmatch.errors import DataError, DropMatchError, UnknownNameError
 
 _BLOCK = re.compile(r"(<!-- results:begin (\S[^\n]*?) -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
@@ -66,23 +66,34 @@ def table(files: Sequence[tuple[Path, str]], form: str = "") -> str:
     kinds = list(dict.fromkeys(result["kind"] for result, _ in results))
     if len(kinds) > 1:
         raise DataError(f"{', '.join(name for _, name in files)} hold {' and '.join(kinds)}. Give files of one kind.")
-    one, several = _TABLES[kinds[0]], _OF_SEVERAL.get(kinds[0], {})
+    try:
+        return _rendered(results, kinds[0], form)
+    except DropMatchError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else f"a value is not what it should be ({error})"
+        raise DataError(
+            f"{', '.join(name for _, name in files)}: {what}. The file is damaged or of another version; measure again."
+        ) from error
+
+
+def _rendered(results: Sequence[Named], kind: str, form: str) -> str:
+    one, several = _TABLES[kind], _OF_SEVERAL.get(kind, {})
     if form in several:
         return several[form](results)
     if form not in one:
-        raise UnknownNameError(f"form of {kinds[0]}", form, [name for name in (*one, *several) if name])
+        raise UnknownNameError(f"form of {kind}", form, [name for name in (*one, *several) if name])
     if len(results) > 1:
-        raise DataError(f"{', '.join(name for _, name in files)}: this table takes one file. Give each its own block.")
+        raise DataError(
+            f"{', '.join(name for _, name in results)}: this table takes one file. Give each its own block."
+        )
     return one[form](results[0])
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path} does not exist. Run the command that makes it, or correct its name in the document.")
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
+    result = read_json(path, "Write it again with the command that makes it.")
     kind = result.get("kind") if isinstance(result, dict) else None
     if not (isinstance(kind, str) and kind in _TABLES):
         raise DataError(f"{path} holds {kind!r}. Tables are made of: {', '.join(_TABLES)}.")
