@@ -155,6 +155,12 @@ def test_ifeval_scores_equal_those_of_the_harness(harness_ifeval: Any) -> None:
     _compare(items, answers, harness_ifeval)
 
 
+def test_the_kinds_of_instructions_are_those_of_the_harness(harness_ifeval: Any) -> None:
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    assert set(INSTRUCTION_DICT) == ifeval.KINDS
+
+
 def test_ifeval_scores_of_the_real_prompts_equal_those_of_the_harness(shared_dir: Path, harness_ifeval: Any) -> None:
     items = load_items(shared_dir / "data" / "ifeval.jsonl")[::4]
     draw = random.Random(3)

@@ -127,6 +127,8 @@ FILE_ERRORS: dict[str, tuple[str, bytes, str]] = {
     "no gzip": ("a.jsonl.gz", b"plain", "a.jsonl.gz: not a whole gzip file"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(json.dumps(GSM8K).encode())[:-12], "a.jsonl.gz: not a whole gzip file"),
     "deep": ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl, line 1: nested too deep"),
+    "UTF-16": ("a.jsonl", json.dumps(GSM8K).encode("utf-16"), "line 1: not UTF-8 text but UTF-16; save it as UTF-8"),
+    "a BOM": ("a.jsonl", b"\xef\xbb\xbf" + json.dumps(GSM8K).encode(), "byte-order mark; save it as UTF-8 without one"),
 }
 
 
@@ -141,6 +143,10 @@ def test_files_that_cannot_be_read_are_named_with_the_line(case: str, tmp_path: 
 
 def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != name}
+
+
+def _ifeval(names: list[str], arguments: list[Any]) -> dict[str, Any]:
+    return {**IFEVAL, "meta": {"instruction_id_list": names, "kwargs": arguments}}
 
 
 RECORD_ERRORS: dict[str, tuple[object, str]] = {
@@ -161,7 +167,7 @@ RECORD_ERRORS: dict[str, tuple[object, str]] = {
     "answer is a number": ({**GSM8K, "answer": 18}, "the field 'answer' is missing or not a string"),
     "no tests": (_without(HUMANEVAL, "tests"), "the field 'tests' is missing or not a string"),
     "tests are one string": ({**MBPP, "tests": "assert 1"}, "the field 'tests' is missing or not a list"),
-    "tests are numbers": ({**MBPP, "tests": [1]}, "a field holds something else than it should"),
+    "tests are numbers": ({**MBPP, "tests": [1]}, "the field 'tests' must be a list of at least one assert"),
     "no entry point": (_without(MBPP, "entry_point"), "the field 'entry_point' is missing"),
     "no instructions": ({**IFEVAL, "meta": {"kwargs": []}}, "the field 'meta.instruction_id_list' is missing"),
     "question without turns": ({"question_id": 1, "turns": None}, "the field 'turns' is missing or not a list"),
@@ -173,7 +179,18 @@ RECORD_ERRORS: dict[str, tuple[object, str]] = {
         {"task_id": 1, "text": "t", "code": "c", "test_list": []},
         "the field 'entry_point' is missing",
     ),
-    "no tests at all": ({**MBPP, "tests": []}, "the field 'tests' is empty"),
+    "no tests at all": ({**MBPP, "tests": []}, "the field 'tests' must be a list of at least one assert"),
+    "a blank test": ({**MBPP, "tests": ["assert 1", " "]}, "each a string that is not blank"),
+    "no meta": ({**MBPP, "meta": None}, "the field 'meta' is not an object"),
+    "no setup": ({**MBPP, "meta": {"test_setup_code": None}}, "its 'test_setup_code' is not a string"),
+    "tests without check": ({**HUMANEVAL, "tests": "x = 1"}, "the field 'tests' does not define check"),
+    "an empty answer": ({**GSM8K, "answer": ""}, "the field 'answer' must hold a number, and it is ''"),
+    "an answer that is no number": ({**GSM8K, "answer": "."}, "must hold a number, and it is '.'"),
+    "an option that is no letter": ({**MMLU, "answer": "42"}, "must be one letter of A to J, and it is '42'"),
+    "an unknown instruction": (_ifeval(["punctuation:no_coma"], [{}]), "did you mean 'punctuation:no_comma'"),
+    "an instruction without arguments": (_ifeval(["punctuation:no_comma"], []), "one object for each entry"),
+    "arguments that are no object": (_ifeval(["punctuation:no_comma"], [None]), "one object for each entry"),
+    "no instruction": (_ifeval([], []), "and at least one"),
     "an instruction that is no text": ({"instruction": None}, "the field 'prompt' is missing"),
     "a solution that is no text": ({"question_id": 1, "turns": 3}, "the field 'turns' is missing or not a list"),
 }

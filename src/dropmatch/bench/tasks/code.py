@@ -71,6 +71,21 @@ def completed_program(prompt: str, code: str, entry_point: str) -> str:
     return f"{prompt[: unfinished.start()] if unfinished else prompt}\n{code}"
 
 
+def completion_fault(record: Mapping[str, Any]) -> str | None:
+    """HumanEval: tests without check can only fail."""
+    return None if defines(record["tests"], "check") else "the field 'tests' does not define check"
+
+
+def description_fault(record: Mapping[str, Any]) -> str | None:
+    """MBPP: without tests any code would pass."""
+    tests, meta = record["tests"], record.get("meta", {})
+    if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
+        return "the field 'tests' must be a list of at least one assert, each a string that is not blank"
+    if not isinstance(meta, dict) or not isinstance(meta.get("test_setup_code", ""), str):
+        return "the field 'meta' is not an object, or its 'test_setup_code' is not a string"
+    return None
+
+
 def score_completion(item: Item, answers: Sequence[str]) -> Score:
     """HumanEval: correct if the data set's check(entry_point) runs through."""
     record = item.record

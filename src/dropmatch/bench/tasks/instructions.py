@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dropmatch.bench.tasks.item import Item, Score, one_answer
 from dropmatch.errors import ConfigError
 
 _NEEDED = ("lm_eval", "langdetect", "immutabledict", "nltk")
 _SENTENCES = "tokenizers/punkt_tab"
+# ids of the set's instructions; the checkers need the extra, and files are read without it
+KINDS = frozenset(
+    f"{group}:{name}"
+    for group, names in {
+        "keywords": ("existence", "frequency", "forbidden_words", "letter_frequency"),
+        "language": ("response_language",),
+        "length_constraints": (
+            "number_sentences",
+            "number_paragraphs",
+            "number_words",
+            "nth_paragraph_first_word",
+        ),
+        "detectable_content": ("number_placeholders", "postscript"),
+        "detectable_format": (
+            "number_bullet_lists",
+            "constrained_response",
+            "number_highlighted_sections",
+            "multiple_sections",
+            "json_format",
+            "title",
+        ),
+        "combination": ("two_responses", "repeat_prompt"),
+        "startend": ("end_checker", "quotation"),
+        "change_case": ("capital_word_frequency", "english_capital", "english_lowercase"),
+        "punctuation": ("no_comma",),
+    }.items()
+    for name in names
+)
+
+
+def instructions_fault(record: Mapping[str, Any]) -> str | None:
+    """Each instruction must be one of the set's, and have its arguments."""
+    names, arguments = record["meta"]["instruction_id_list"], record["meta"]["kwargs"]
+    unknown = next((name for name in names if name not in KINDS), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(str(unknown), KINDS, n=1)
+        return f"unknown instruction {unknown!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    if not names or len(arguments) != len(names) or not all(isinstance(one, dict) for one in arguments):
+        return "'meta.kwargs' must hold one object for each entry of 'meta.instruction_id_list', and at least one"
+    return None
 
 
 def score_instructions(item: Item, answers: Sequence[str]) -> Score:

@@ -6,12 +6,12 @@ The schema: id, task, and either prompt or turns; answer, tests, entry_point and
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from dropmatch.bench.results import parse_json
 from dropmatch.bench.tasks.item import Item
 from dropmatch.bench.tasks.registry import TASKS, Kind
 from dropmatch.bench.tasks.shapes import to_schema
@@ -63,7 +63,7 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
         for number, row in enumerate(_parquet_rows(path), start=1):
             yield f"{path}, row {number}", row
     elif path.suffix == ".json":
-        whole = _parsed(path.read_bytes(), str(path), "The file must be one JSON list.")
+        whole = parse_json(path.read_bytes(), str(path), "The file must be one JSON list.", has_nan=True)
         if not isinstance(whole, list):
             raise DataError(f"{path}: not a JSON list.")
         for number, entry in enumerate(whole, start=1):
@@ -74,7 +74,7 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         where = f"{path}, line {number}"
-                        yield where, _parsed(line, where, "Each line must be one JSON object.")
+                        yield where, parse_json(line, where, "Each line must be one JSON object.", has_nan=True)
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: not a whole gzip file ({error}).") from error
 
@@ -94,17 +94,6 @@ def _parquet_rows(path: Path) -> list[object]:
     except ArrowInvalid as error:
         raise DataError(f"{path}: not a Parquet file ({error}).") from error
     return rows
-
-
-def _parsed(data: bytes, where: str, hint: str) -> object:
-    try:
-        return json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}). {hint}") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: nested too deep.") from error
 
 
 def _item(given: object, where: str, number: int, asked_task: str | None) -> Item:
@@ -128,8 +117,8 @@ def _item(given: object, where: str, number: int, asked_task: str | None) -> Ite
     _check_turns(record, where)
     for key, kind in task.fields.items():
         _require(record, key, kind, where)
-    if record.get("tests") == []:
-        raise DataError(f"{where}: the field 'tests' is empty, and any code would pass.")
+    if (fault := task.fault(record)) is not None:
+        raise DataError(f"{where}: {fault}.")
     try:
         turns = task.word(record)
     except TypeError as error:  # a list of something else than strings

@@ -7,7 +7,8 @@ flexible takes the last thing that looks like a number, strict what follows "###
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dropmatch.bench.tasks.item import Item, Score, one_answer
 
@@ -37,6 +38,13 @@ def _bare(text: str) -> str:
     for pattern in _IGNORED:
         text = pattern.sub("", text)
     return text.lower()
+
+
+def number_fault(record: Mapping[str, Any]) -> str | None:
+    """A reference without a digit is no number, and an empty one equals a lone comma."""
+    answer = record.get("answer")
+    is_number = answer is None or (isinstance(answer, str) and re.search(r"\d", answer))
+    return None if is_number else f"the field 'answer' must hold a number, and it is {answer!r}"
 
 
 def score_number(item: Item, answers: Sequence[str]) -> Score:

@@ -29,6 +29,13 @@ def extract_letter(answer: str) -> str | None:
     return str(found[-1]) if found else None
 
 
+def option_fault(record: Mapping[str, Any]) -> str | None:
+    """A reference that is no letter is never met."""
+    answer = record["answer"]
+    is_letter = re.fullmatch("[A-J]", answer.strip().upper())
+    return None if is_letter else f"the field 'answer' must be one letter of A to J, and it is {answer!r}"
+
+
 def score_option(item: Item, answers: Sequence[str]) -> Score:
     """Exact match of the letter. An answer without one is wrong; metrics tell how often that happens."""
     extracted = extract_letter(one_answer(item, answers))

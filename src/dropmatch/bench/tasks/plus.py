@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,11 @@ from dropmatch.errors import DataError
 _CANONICAL = Limits(cpu_seconds=120, wall_seconds=300.0, memory_bytes=4 << 30)
 _FLOAT_TOLERANCE = 1e-6  # of floats where the set names none
 _RELATIVE_TOLERANCE = 1e-7
+
+
+def plus_fault(record: Mapping[str, Any]) -> str | None:
+    """Without inputs any code would pass."""
+    return None if record["base_input"] or record["plus_input"] else "'base_input' and 'plus_input' are both empty"
 
 
 def score_plus(item: Item, answers: Sequence[str]) -> Score:
