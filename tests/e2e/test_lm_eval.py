@@ -165,6 +165,7 @@ def test_generation_arguments_are_read_as_the_harness_means_them() -> None:
         ({"max_gen_tokens": 4}, "Did you mean 'max_gen_toks'"),
         ({"do_sample": True, "temperature": 0.0}, "temperature above 0"),
         ({"until": 5}, "Give a string or a list of strings"),
+        ({"do_sample": "false"}, "do_sample='false' is not allowed. Give true or false, without quotes"),
     ],
 )
 def test_generation_arguments_that_cannot_be_kept_are_refused(options: dict[str, Any], message: str) -> None:

@@ -441,6 +441,8 @@ def sampling_params(options: Mapping[str, Any], max_gen_toks: int) -> SamplingPa
         raise UnknownNameError("generation argument", unknown, _GENERATION)
     if options.get("num_beams", 1) != 1:
         raise ConfigError(f"num_beams={options['num_beams']!r} is not allowed: the engine does no beam search.")
+    if not isinstance(options.get("do_sample"), bool | None):
+        raise ConfigError(f"do_sample={options['do_sample']!r} is not allowed. Give true or false, without quotes.")
     known = normalize_gen_kwargs(dict(options), max_gen_toks)
     is_sampled = bool(known["do_sample"])
     temperature = float(known.get("temperature", 1.0)) if is_sampled else 0.0
