@@ -110,6 +110,22 @@ FAKED = {
         def double(x): return 5
         """,
     "swallows the checks": 'double = lambda x: 5\n"""',
+    "makes a success of every exception": """
+        import sys
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            frame.f_globals.update(_ending=lambda error: ("finished", ""))
+        def double(x): return 5
+        """,
+    "leaves after the report that a frame shows": """
+        import os, sys
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            for value in list(frame.f_locals.values()):
+                if callable(value) and value.__name__ == "report":
+                    value(status="finished", detail="")
+        os._exit(0)
+        """,
     "comes back from a trace": """
         import sys
         sys.settrace(lambda *a: None)
@@ -124,6 +140,71 @@ def test_faked_success_does_not_pass(name: str) -> None:
     outcome = run(FAKED[name], CHECKS)
     assert not outcome.passed
     assert outcome.status in ("failed", "exited", "killed")
+
+
+def test_no_frame_shows_the_checks_or_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program read both from its caller's frame, and could write the report of a success."""
+    token, known = "0f1e2d3c4b5a", "double(2) == 4"
+    monkeypatch.setattr(sandbox.secrets, "token_hex", lambda _: token)
+    program = """
+        import gc, sys, types
+        def shown(value, depth):
+            found = [repr(value)]
+            if depth:
+                if isinstance(value, types.FunctionType):
+                    found += [text for cell in value.__closure__ or () for text in shown(cell.cell_contents, depth - 1)]
+                    found += shown(value.__globals__, 0)
+                if isinstance(value, types.FrameType):
+                    found += [text for one in gc.get_referents(value) for text in shown(one, depth - 1)]
+                    found += [text for one in value.f_locals.values() for text in shown(one, depth - 1)]
+                    found += shown(value.f_globals, 0)
+            return found
+        frame = sys._getframe()
+        while frame:
+            print(*shown(frame, 3))
+            frame = frame.f_back
+        """
+    outcome = run(program, f"# {known}", limits=Limits(output_bytes=1 << 24))
+    assert outcome.passed
+    assert "'is_main': False" in outcome.stdout  # the request is among what it found
+    assert token not in outcome.stdout
+    assert known not in outcome.stdout
+
+
+def test_reading_the_report_ends_at_the_first_foreign_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirteen million empty lines kept the caller busy for a minute."""
+    lines = []
+    loads = sandbox.json.loads
+    monkeypatch.setattr(sandbox.json, "loads", lambda line: lines.append(line) or loads(line))
+    program = """
+        import os
+        for descriptor in range(3, 64):
+            try:
+                for _ in range(20): os.write(descriptor, bytes([10]) * 65536)
+            except OSError:
+                pass
+        """
+    assert run(program).status == "failed"
+    assert len(lines) == 2
+
+
+def test_more_results_than_calls_are_no_report() -> None:
+    program = """
+        import os
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b'{"value": 4}\\n')
+            except OSError:
+                pass
+        def double(x): return 5
+        """
+    outcome = run_calls(textwrap.dedent(program), "double", [[2]], limits=QUICK)
+    assert (outcome.status, outcome.calls) == ("failed", ())
+
+
+def test_annotations_and_arguments_are_the_program_s_own() -> None:
+    program = "import sys\ndef double(x: int): return 2 * x\nassert len(sys.argv) == 1"
+    assert run(program, "assert double.__annotations__ == {'x': int}").passed
 
 
 def test_checks_see_the_built_in_functions_as_they_were() -> None:

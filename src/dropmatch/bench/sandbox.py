@@ -1,21 +1,25 @@
 """Runs code that a model wrote, in a process of its own that can do little harm.
 
 What is in force is said in the Outcome. On Linux (x86_64, aarch64) the kernel enforces it: seccomp refuses sockets,
-new processes and signals to others; Landlock (kernel 5.13 and later) lets the program write below its temporary folder
-and read the Python and system libraries, and nothing else. Where one of them is missing, an audit hook of Python does
-its part, which native code can go around. Everywhere: limits on memory, CPU time, wall time, file sizes and output;
-an empty environment; no standard input but the text given; the process group is killed at the end.
+new processes, signals to others and new modes, owners, times or attributes of files; Landlock (kernel 5.13 and later)
+lets the program write below its temporary folder and read the Python and system libraries, and nothing else. Where one
+of them is missing, an audit hook of Python does its part, which native code can go around. Everywhere: limits on
+memory, CPU time, wall time, files and output; an empty environment; no standard input but the text given; the process
+group is killed at the end.
 
 Not covered: a program that is written to cheat the checks it shares a process with (returning objects that equal
-everything, searching the interpreter's memory for the report's token), reading the files of installed packages, faults
-of the kernel, use of a CPU core and of memory up to the limits, and timing. It is made for code that is wrong or
-careless, not for a determined attacker: run untrusted models in a virtual machine or container as well.
+everything; reading the checks from the frame that calls it, or tracing them; searching the interpreter's memory for
+the report's token), reading the files of installed packages, faults of the kernel, use of a CPU core and of memory up
+to the limits, what the folder holds between two looks, and timing; nor are files counted that were removed while open
+(at most 64 of file_bytes each, and memory_bytes of mapped ones). It is made for code that is wrong or careless, not
+for a determined attacker: run untrusted models in a virtual machine or container as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
@@ -26,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +44,8 @@ _CHILD = Path(sandbox_child.__file__)
 _START_SECONDS = 60.0  # for the interpreter to start on a busy machine
 _POLL_SECONDS = 0.2  # between looks at the working folder
 _ENDING_SECONDS = 0.002  # between looks at a process that has closed its pipes
-_REPORT_BYTES = 64 << 20  # of values that calls return
+_REPORT_BYTES = 16 << 20  # of values that calls return
+_FAILURES: tuple[Status, ...] = ("exited", "failed", "memory")  # that a program may claim, for they pass nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ def _run(
         finally:
             _kill(process)
             os.close(report)
-    return _outcome(watch, token, over)
+    return _outcome(watch, token, over, num_calls=len(calls or []))
 
 
 def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -362,47 +367,58 @@ def _is_too_full(folder: str, limits: Limits) -> bool:
     return False
 
 
-def _outcome(watch: _Watch, token: str, over: Status | None) -> Outcome:
-    lines = [_line(data, token) for data in bytes(watch.report).split(b"\n")[:-1]]
+def _outcome(watch: _Watch, token: str, over: Status | None, num_calls: int) -> Outcome:
+    lines = io.BytesIO(watch.report)
     stdout, stderr = (bytes(data).decode("utf-8", "replace") for data in (watch.stdout, watch.stderr))
-    if watch.started is None or lines[0] is None or "protections" not in lines[0]:
+    if watch.started is None:
         raise StateError(f"The sandbox did not start ({over or watch.process.returncode}): {stderr.strip()[-500:]}")
-    protections = tuple(lines[0]["protections"])
+    protections = tuple(json.loads(lines.readline())["protections"])  # written before the program runs
 
     def outcome(status: Status, detail: str, calls: Sequence[Call] = ()) -> Outcome:
         return Outcome(status, detail, stdout, stderr, watch.seconds, protections, tuple(calls))
 
-    is_forged = any(line is None for line in lines)
     try:
-        calls = [_call(line) for line in lines[1:] if line is not None and "status" not in line]
-    except (ValueError, TypeError, RecursionError):
-        is_forged, calls = True, []
-    if is_forged:
+        calls, ending = _read_report(lines, token, num_calls)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return outcome("failed", "something else than the report stands in the report")
     if over is not None:
         return outcome(over, f"over the limit of {_limit_in_words(over, watch.limits)}", calls)
-    last = lines[-1]
-    if last is not None and "status" in last:
-        return outcome(last["status"], last["detail"], calls)
+    if ending is not None:
+        return outcome(*ending, calls)
     code = watch.process.returncode
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and watch.seconds >= watch.limits.cpu_seconds):
         return outcome("timeout", f"over the limit of {watch.limits.cpu_seconds} s of CPU time", calls)
-    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return outcome("killed", f"the process ended ({ending}) before the program's end", calls)
+    signal_or_code = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return outcome("killed", f"the process ended ({signal_or_code}) before the program's end", calls)
 
 
-def _line(data: bytes, token: str) -> dict[str, Any] | None:
-    """One line of the report, or None if it is not the sandbox's own."""
-    try:
-        line = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    is_own = isinstance(line, dict) and secrets.compare_digest(str(line.get("token")).encode(), token.encode())
-    return line if is_own else None
+def _read_report(lines: Iterable[bytes], token: str, num_calls: int) -> tuple[list[Call], tuple[Status, str] | None]:
+    """The calls that ended, and status and detail of the program's end if it is reported.
+
+    Raises ValueError or what decoding raises at the first line that is not the sandbox's: the rest is not looked at.
+    """
+    calls: list[Call] = []
+    ending: tuple[Status, str] | None = None
+    for line in lines:
+        if ending is not None:
+            raise ValueError("more after the end")
+        if not line.endswith(b"\n"):
+            break  # the process ended within it
+        if secrets.compare_digest(line, f"{token} finished\n".encode()):
+            ending = "finished", ""
+            continue
+        fields = json.loads(line)
+        if "status" in fields:
+            ending = _FAILURES[_FAILURES.index(fields["status"])], str(fields["detail"])
+        elif len(calls) < num_calls:
+            calls.append(_call(fields))
+        else:
+            raise ValueError("more calls than asked for")
+    return calls, ending
 
 
 def _call(line: dict[str, Any]) -> Call:
-    return Call(error=line["error"]) if "error" in line else Call(sandbox_child.decode(line["value"]))
+    return Call(error=str(line["error"])) if "error" in line else Call(sandbox_child.decode(line["value"]))
 
 
 def _limit_in_words(over: Status, limits: Limits) -> str:

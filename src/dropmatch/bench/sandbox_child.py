@@ -1,8 +1,8 @@
 """The inside of the sandbox: confines its own process, runs one program and reports how it ended.
 
 Started by bench.sandbox as a script in a fresh interpreter, and stands alone for that: standard library only. The
-request comes as JSON on standard input; the report goes to the pipe that the first argument numbers, each line with
-the token of the request.
+request comes as JSON on standard input; the report goes to the pipe that the first argument numbers. Its lines are
+JSON, but for the one that says that the program ran to its end: the token of the request and "finished".
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DETAIL_CHARACTERS = 500
 
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
-    descriptor, token = int(sys.argv[1]), request["token"]
+    descriptor = int(sys.argv.pop())
     write, dumps, leave = os.write, json.dumps, os._exit  # what a program may replace later
 
     def report(**fields: Any) -> None:
-        data = dumps({"token": token, **fields}).encode() + b"\n"
+        data = dumps(fields).encode() + b"\n"
         while data:
             data = data[write(descriptor, data) :]
 
@@ -39,30 +39,27 @@ def main() -> None:
         pass
     report(protections=protections)
     try:
-        status, detail = _run(request, report)
+        # Operands are evaluated from the left: while the program runs, the token waits on the interpreter's own stack,
+        # where no name of a frame leads to it, and an exception drops it.
+        write(descriptor, request.pop("token").encode() + _run(request, report))
     except BaseException as error:  # noqa: BLE001  # whatever the program raises is its result
         status, detail = _ending(error)
+        report(status=status, detail=detail)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:  # noqa: BLE001  # the program may have put anything in its place
             continue
-    report(status=status, detail=detail)
     leave(0)  # neither atexit functions nor threads of the program run on
 
 
-def _run(request: dict[str, Any], report: Callable[..., None]) -> tuple[str, str]:
-    """Run the program, then the checks in its names, then the calls. Raises what they raise."""
+def _run(request: dict[str, Any], report: Callable[..., None]) -> bytes:
+    """Run the program, then the checks in its names, then the calls. Raises what the first two raise."""
     name = "__main__" if request["is_main"] else "solution"
     module = types.ModuleType(name)
     sys.modules["__main__"] = sys.modules[name] = module
-    kept, restore = dict(vars(builtins)), vars(builtins).update
-    try:
-        exec(compile(request["program"], "program.py", "exec"), vars(module))
-    finally:
-        restore(kept)  # so that the checks, and this module, mean what they say
-    if request["checks"]:
-        exec(compile(request["checks"], "checks.py", "exec"), vars(module))
+    # the checks wait on the stack as the token does
+    exec(_compiled(request.pop("checks"), "checks.py"), _define(request["program"], module))
     if request["calls"] is not None:
         function = _function(vars(module), request["entry_point"])
         for arguments in request["calls"]:
@@ -71,7 +68,22 @@ def _run(request: dict[str, Any], report: Callable[..., None]) -> tuple[str, str
             except Exception as error:  # noqa: BLE001  # the result of this call
                 result = {"error": _ending(error)[1]}
             report(**result)
-    return "finished", ""
+    return b" finished\n"
+
+
+def _define(program: str, module: types.ModuleType) -> dict[str, Any]:
+    """The names of the module once the program has run in it, with the built-in functions as they were."""
+    kept, restore = dict(vars(builtins)), vars(builtins).update
+    try:
+        exec(_compiled(program, "program.py"), vars(module))
+    finally:
+        restore(kept)  # so that the checks, and this module, mean what they say
+    return vars(module)
+
+
+def _compiled(text: str, name: str) -> types.CodeType:
+    code: types.CodeType = compile(text, name, "exec", dont_inherit=True)  # not this module's __future__
+    return code
 
 
 def _function(names: dict[str, Any], entry_point: str) -> Callable[..., Any]:
