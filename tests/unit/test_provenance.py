@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dropmatch import provenance
 
@@ -28,6 +29,29 @@ def test_facts_are_whole_and_fit_json() -> None:
     assert facts["device"] == "cpu"
     assert facts["cpu"]
     assert facts.keys() >= {"date", "commit", "is_dirty", "dropmatch", "python", "transformers", "num_threads"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_are_told_apart_by_a_look_at_each_tensor(tmp_path: Path, name: str) -> None:
+    """Training moves every tensor, here but one of many; a copy of a folder is the same model."""
+    weights = {f"layer.{i}.weight": torch.arange(4096.0).reshape(64, 64) + i for i in range(6)}
+
+    def folder(where: str) -> Path:
+        (tmp_path / where).mkdir()
+        (tmp_path / where / "config.json").write_text("{}")
+        (tmp_path / where / "training.log").write_text(where)
+        path = tmp_path / where / name
+        save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
+        return tmp_path / where
+
+    digest = provenance.weights_digest(folder("first"))
+    assert provenance.weights_digest(folder("copy")) == digest
+    weights["layer.3.weight"] = weights["layer.3.weight"] * 1.001
+    trained = folder("trained")
+    before = provenance.weights_digest(trained)
+    assert before != digest
+    (trained / "config.json").write_text('{"rope_theta": 1}')
+    assert provenance.weights_digest(trained) != before
 
 
 def _git(folder: Path, *arguments: str) -> None:

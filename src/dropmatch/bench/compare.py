@@ -38,7 +38,7 @@ from dropmatch.hf.model import HFModel
 from dropmatch.provenance import collect, weights_digest
 
 FORMAT = 1
-NEWER = ("weights",)  # settings that files of older versions do not have
+NEWER = ("target_digest", "draft_digest")  # settings that files of older versions do not have
 _Key = tuple[str, str, str]  # method, item, digest of the prompt
 _TAKEN = {
     **dict.fromkeys(("texts", "drafted_at", "accepted_at"), list),
@@ -171,7 +171,7 @@ def shared_settings(decoder: Decoder, settings: CompareSettings, described: Mapp
                 "max_new_tokens": settings.max_new_tokens,
                 "temperature": settings.temperature,
                 "seed": settings.seed,
-                "weights": weights_of(decoder),
+                **weights_of(decoder),
             }
         )
     )
@@ -179,7 +179,7 @@ def shared_settings(decoder: Decoder, settings: CompareSettings, described: Mapp
 
 
 def weights_of(decoder: Decoder) -> dict[str, str | None]:
-    """A digest of target and draft weights, so that a model trained further is not taken for the one of that name."""
+    """Digests of target and draft weights, so that a model trained further is not taken for the one of that name."""
     drafter, draft = decoder.drafter, None
     if isinstance(drafter, DraftModelDrafter) and isinstance(drafter.model, HFModel):
         draft = _model_digest(drafter.model.model)
@@ -189,7 +189,7 @@ def weights_of(decoder: Decoder) -> dict[str, str | None]:
             sample = tensor.flatten()[:: max(1, tensor.numel() // 64)]
             digest.update(f"{name} {tuple(tensor.shape)} {sample.tolist()}".encode())
         draft = digest.hexdigest()[:16]
-    return {"target": _model_digest(decoder.target.model), "draft": draft}
+    return {"target_digest": _model_digest(decoder.target.model), "draft_digest": draft}
 
 
 def _model_digest(model: Any) -> str | None:

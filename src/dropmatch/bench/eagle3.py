@@ -109,7 +109,7 @@ def run_eagle3(
         "repeats": settings.repeats,
         "speed_tokens": settings.speed_tokens,
         "seed": settings.seed,
-        "weights": weights_of(decoder),
+        **weights_of(decoder),
     }
     provenance = collect(device=str(decoder.target.device))
     folder = output.with_suffix("")
