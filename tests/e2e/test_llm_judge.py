@@ -528,3 +528,6 @@ def test_files_that_are_no_comparison_are_named(
     options = ("--endpoint", "http://localhost/v1", "--model", "judge", "-o", str(tmp_path / "taken.json"))
     assert run(monkeypatch, good, *options) == 2
     assert "holds no judgements" in capsys.readouterr().err
+    (tmp_path / "taken.json").write_text("[" * 100_000)
+    assert run(monkeypatch, good, *options) == 2
+    assert "taken.json: nested too deep. Name another output." in capsys.readouterr().err

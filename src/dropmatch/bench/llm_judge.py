@@ -21,7 +21,7 @@ from dropmatch.bench.compare import read_compare
 from dropmatch.bench.intervals import ratio_interval
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
-from dropmatch.bench.results import write_result
+from dropmatch.bench.results import read_json, write_result
 from dropmatch.bench.tasks import Item
 from dropmatch.errors import ConfigError, DataError, EndpointError, UnknownNameError
 from dropmatch.provenance import collect
@@ -426,10 +426,7 @@ def _earlier_replies(output: Path, judge: Mapping[str, Any]) -> dict[str, str]:
     """Replies of a finished run of the same judge. Raises ConfigError if it was another."""
     if not output.exists():
         return {}
-    try:
-        result = json.loads(output.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{output} cannot be read as JSON ({error}). Name another output.") from error
+    result = read_json(output, "Name another output.")
     if not isinstance(result, dict) or result.get("kind") != KIND or result.get("format") != FORMAT:
         raise DataError(f"{output} is there already and holds no judgements. Name another output.")
     if any(result["settings"].get(name) != value for name, value in judge.items()):
