@@ -231,6 +231,8 @@ def test_tasks_and_speed_get_columns_where_they_are(tmp_path: Path) -> None:
     (shown_table,) = tables(shown(comparison(timed, row(task="mmlu")), tmp_path))
     assert column(shown_table, "task") == ["gsm8k", "mmlu"]
     assert column(shown_table, "over lossless") == ["1.50x (1.00-2.00)", ""]
+    (shown_table,) = tables(shown(comparison(row(over_plain=SPREAD)), tmp_path))  # lossless decoding was not run
+    assert column(shown_table, "over plain") == ["1.50x (1.00-2.00)"]
 
 
 def test_the_trade_is_sorted_by_tau_and_its_front_is_bold(tmp_path: Path) -> None:
@@ -280,6 +282,7 @@ def test_table_6_sets_files_side_by_side_above_the_papers_pairs(tmp_path: Path) 
     ]
     assert column(shown_table, "mmlu (n=9): tau")[1] == "5.50 (5.25-5.75)"
     assert column(shown_table, "mmlu: accuracy")[:4] == ["75.0 (25.0 to 75.0)", "", "86.1", "85.3"]
+    assert column(shown_table, "mbpp: accuracy")[1] == "50.0 (25.0 to 75.0)"  # no lossless row to set it against
     assert column(shown_table, "mbpp: accuracy")[2:] == [""] * 4  # not in the paper
     assert "`a.json`: Pair: `big` with `small`, bfloat16, K=5" in text
     assert "`b.json`: Pair: `big` with `small`, bfloat16, K=3" in text
@@ -309,6 +312,8 @@ def test_table_6_refuses_rows_that_were_not_measured_side_by_side(tmp_path: Path
         joined([row("lossless")], [row(length=10, n=2)])
     with pytest.raises(DataError, match=r"b\.json has dropmatch L=5 on gsm8k.*another run, a\.json.* -o a\.json"):
         joined([row("lossless")], [row()])
+    with pytest.raises(DataError, match=r"b\.json has dropmatch L=10 on gsm8k.*another run, a\.json"):
+        joined([row("lossless")], [row(length=10)])
     fives, tens = ([row(rule, length) for rule in ("lossless", "dropmatch")] for length in (5, 10))
     assert "gsm8k (n=16): tau" in joined(fives, tens)
 

@@ -28,7 +28,7 @@ def every_figure(named: Named) -> str:
     """What the rules keep and what it costs the answers; speed only where it was timed."""
     result, name = named
     rows = result["summary"]
-    has_speed = any(row["over_lossless"] for row in rows)
+    has_speed = any(row["over_plain"] or row["over_lossless"] for row in rows)
     has_tasks = len({row["task"] for row in rows}) > 1
     head = ["rule", *(["task"] if has_tasks else []), "tau", "accuracy", "less lossless (95%)", "p", "lossy tokens"]
     head += ["their probability", "log-probability", "length", "repeated 4-grams", "changed answers"]
@@ -94,6 +94,7 @@ def paper6(files: Sequence[Named]) -> str:
     rows: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     names: dict[tuple[str, int, str], str] = {}  # the file of each cell
     for result, name in files:
+        based = {row["task"] for row in result["summary"] if row["rule"] == "lossless"}
         for row in result["summary"]:
             rule, task, length = row["rule"], row["task"], row["draft_length"]
             if task == "all" or not (rule == "lossless" or rule.split("@")[0] in _PAPER_RULES):
@@ -101,7 +102,9 @@ def paper6(files: Sequence[Named]) -> str:
             cells = rows.setdefault((rule, length), {})
             if task in cells:
                 raise DataError(f"{name} has {task} too. Give each task in one file.")
-            cells[task], names[rule, length, task] = row, name
+            # older versions set rows against plain decoding where lossless was not run
+            cells[task] = row if task in based else {**row, "accuracy_difference": None, "over_lossless": None}
+            names[rule, length, task] = name
     _check_side_by_side(rows, names)
     if not rows:
         raise DataError(f"{files[0][1]} compares neither lossless nor dropmatch. Give a file that does.")
@@ -156,7 +159,8 @@ def _check_side_by_side(
                 f"{other} has {task} with {other_n} prompts, and {name} with {n}. Measure both on the same prompts: "
                 "`dropmatch compare` extends the shorter one if all of them are given."
             )
-        base = names.get(("lossless", length, task), name)
+        bases = [file for (other_rule, _, of), file in names.items() if (other_rule, of) == ("lossless", task)]
+        base = names.get(("lossless", length, task), name if name in bases else next(iter(bases), name))
         if base != name:
             raise DataError(
                 f"{name} has {rule} L={length} on {task}, and its lossless row is that of another run, {base}. Add the "
