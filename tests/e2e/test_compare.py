@@ -65,6 +65,7 @@ def test_a_comparison_holds_all_that_it_promises(
         "dropmatch@p=0.2@k=3 L=3",
         "top-k(k=2,ratio=0.1) L=3",
     ]
+    assert result["speed"]["items"] == ["gsm8k/test/0", "gsm8k/test/1", "mt_bench/1"]  # the first two of each task
     assert result["settings"]["arm_dropout"]["dropmatch@p=0.2@k=3 L=3"] == {"k": 3, "p_drop": 0.2}
     for item in result["prompts"]:
         assert arms["plain"]["items"][item]["tokens"] == arms["lossless L=3"]["items"][item]["tokens"]

@@ -377,7 +377,9 @@ def test_a_refusal_of_everything_ends_the_run_at_once(tmp_path: Path, status: in
 def test_an_endpoint_that_is_not_there_is_given_up_soon(tmp_path: Path) -> None:
     with serve(by_rating) as server:
         url = server.url  # free again behind the block
-    with pytest.raises(EndpointError, match=r"answered none of 3 questions.*APIConnectionError"):
+    with pytest.raises(
+        EndpointError, match=r"answered none of the first 3 questions.*APIConnectionError.*Check the address"
+    ):
         judge(two_arms(tmp_path / "compare.json"), url, retries=0, concurrency=2)
 
 

@@ -97,6 +97,13 @@ def test_a_table_is_written_between_its_marks_and_the_rest_stays(
     assert document.read_text() == text
 
 
+def test_documents_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No document was named"):
+        main([])
+    with pytest.raises(DataError, match=r"no document '.*none\.md'"):
+        main([str(tmp_path / "none.md")])
+
+
 def test_no_document_is_written_if_one_of_them_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.json").write_text(json.dumps(QUICK))
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"

@@ -99,7 +99,8 @@ async def _ask_all(
                 num_unwell += error.is_unwell
                 if num_replies == 0 and num_unwell >= max(3, endpoint.concurrency):
                     raise EndpointError(
-                        f"{endpoint.url} answered none of {num_unwell} questions. The last: {failures[name]}"
+                        f"{endpoint.url} answered none of the first {num_unwell} questions, so the rest were not "
+                        f"asked. The last: {failures[name]} Check the address, and that the server runs."
                     ) from None
                 continue
             except _Refused as error:

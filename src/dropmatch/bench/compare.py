@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,7 +56,8 @@ _TIMING = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings:
     """How a comparison is run. max_new_tokens: None takes each task's own cap. batch: rows decoded together.
-    speed_items: prompts that are timed at batch 1 (0: none), repeats times each, for at most speed_tokens tokens.
+    speed_items: prompts of each task that are timed at batch 1 (0: none), repeats times each, for at most speed_tokens
+    tokens.
     strips: items whose single tokens are written out as text, for reports."""
 
     max_new_tokens: int | None = None
@@ -555,7 +557,7 @@ def _pieces(decoder: Decoder, tokens: Sequence[int]) -> list[str]:
 def _measure_speed(
     decoder: Decoder, items: Sequence[Item], arms: Sequence[ArmSpec], settings: CompareSettings, journal: Journal
 ) -> dict[str, Any] | None:
-    timed = list(items[: settings.speed_items])
+    timed = _first_of_each_task(items, settings.speed_items)
     if not timed:
         return None
     methods = list(arms)
@@ -592,6 +594,17 @@ def _measure_speed(
         "max_new_tokens": settings.speed_tokens,
         "arms": {method.name: _speed_of(method, entries) for method in methods},
     }
+
+
+def _first_of_each_task(items: Sequence[Item], number: int) -> list[Item]:
+    """The first `number` prompts of each task, in the order given."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for item in items:
+        seen[item.task] += 1
+        if seen[item.task] <= number:
+            chosen.append(item)
+    return chosen
 
 
 def _earlier_timings(

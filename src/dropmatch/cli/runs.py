@@ -16,7 +16,10 @@ from dropmatch.errors import ConfigError
 if TYPE_CHECKING:
     from dropmatch.bench.tasks import Item
 
-Data = Annotated[list[str], typer.Option(help="JSON-lines file of prompts, or a data set's name; may be repeated.")]
+Data = Annotated[
+    list[str],
+    typer.Option(help="JSON-lines file of prompts, or a named source such as hub:OWNER/NAME/FILE; may be repeated."),
+]
 Num = Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")]
 Start = Annotated[int, typer.Option(min=0, help="Prompts to skip at the start of each file.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Results file.")]
@@ -25,7 +28,7 @@ MaxNewTokens = Annotated[
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Rows decoded together.")]
 QualityBatch = Annotated[int, typer.Option(min=1, help="Rows decoded together while quality is measured.")]
-SpeedItems = Annotated[int, typer.Option(min=0, help="Prompts to time at batch 1 (0: no timing).")]
+SpeedItems = Annotated[int, typer.Option(min=0, help="Prompts of each task to time at batch 1 (0: no timing).")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timings of each prompt.")]
 SpeedTokens = Annotated[int, typer.Option(min=1, help="Most tokens of a timed answer.")]
 Restart = Annotated[bool, typer.Option(help="Throw away what an unfinished run of this output left.")]

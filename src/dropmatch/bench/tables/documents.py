@@ -101,7 +101,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    """Rewrite the tables of these documents in place. Nothing is written if a table of any of them cannot be made."""
+    """Rewrite the tables of these documents in place. Nothing is written if a table of any of them cannot be made.
+
+    Raises DataError."""
+    if not paths:
+        raise DataError("No document was named. Name some: python -m dropmatch.bench.tables README.md docs/results.md")
+    missing = next((path for path in paths if not Path(path).is_file()), None)
+    if missing is not None:
+        raise DataError(f"There is no document {missing!r}. Name Markdown files, from the folder of the repository.")
     texts = {path: render(path.read_text(encoding="utf-8"), Path.cwd()) for path in map(Path, paths)}
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dropmatch.bench.figures import number, spread
@@ -55,6 +56,11 @@ def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:
     return f"{rates[0] / rates[1]:.2f}x"
 
 
+def _shortlist_of(settings: Mapping[str, Any]) -> str:
+    size, vocabulary = settings["shortlist_size"], settings["vocabulary"]
+    return f"shortlist of {size:,} of {vocabulary:,} tokens, " if size < vocabulary else ""
+
+
 def shortlist(named: Named) -> str:
     """Whether a shortlist of tokens decides as all tokens do, and what each costs."""
     result, name = named
@@ -103,8 +109,8 @@ def overhead(named: Named) -> str:
         grid(head, lines),
         f"Median of {settings['repeats']} interleaved repeats: one forward over {settings['inputs']} tokens behind "
         f"{settings['context']} cached ones at batch 1, and each way to judge all {settings['inputs']} positions, "
-        f"which is the worst round. {options(settings)}, shortlist of {settings['shortlist_size']:,} of "
-        f"{settings['vocabulary']:,} tokens, hidden size {settings['hidden_size']}. Pair: {pair(settings)}; "
+        f"which is the worst round. {options(settings)}, {_shortlist_of(settings)}"
+        f"hidden size {settings['hidden_size']}. Pair: {pair(settings)}; "
         f"{machine(result)}.{skipped} Paper: Table 4, Llama-3.1-70B on GPUs. {made_by(result, name)}",
     )
 
