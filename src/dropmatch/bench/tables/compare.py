@@ -40,7 +40,7 @@ def every_figure(named: Named) -> str:
             tau(row),
             _accuracy(row),
             _difference(row),
-            number(row["p_value"], ".2g"),
+            "" if row["rule"] == "lossless" else number(row["p_value"], ".2g"),
             percent(row["lossy_share"], 2),
             number(row["lossy_prob_mean"], ".2f"),
             number(row["logprob_mean"], ".3f"),
@@ -74,7 +74,7 @@ def pareto(named: Named) -> str:
             tau(row),
             _accuracy(row),
             _difference(row),
-            number(row["p_value"], ".2g"),
+            "" if row["rule"] == "lossless" else number(row["p_value"], ".2g"),
             percent(row["lossy_share"], 2),
             number(row.get("logprob_difference"), "+.3f"),
             *([spread(row["over_lossless"])] if has_speed else []),
@@ -181,7 +181,7 @@ def _task_cells(
     if task not in cells:
         return [""] * (3 if has_speed else 2)
     row = cells[task]
-    difference = "" if row["rule"] == "lossless" else _difference(row)
+    difference = _difference(row)
     quality = _accuracy(row) + (f" [{difference}]" if difference else "")
     return [tau(row), quality, *([spread(row["over_lossless"] if task in lossless else None)] if has_speed else [])]
 
@@ -205,6 +205,9 @@ def _accuracy(row: Mapping[str, Any]) -> str:
 
 
 def _difference(row: Mapping[str, Any]) -> str:
+    """Accuracy less that of lossless decoding, which has none to itself."""
+    if row["rule"] == "lossless":
+        return ""
     return share(row, "accuracy_difference", "difference_low", "difference_high", sign="+")
 
 
