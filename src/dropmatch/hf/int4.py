@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dropmatch.errors import UnsupportedModelError
+from dropmatch.hf.linears import replace_linears
 
 GROUP_SIZE = 32
 _LEVELS = 16
@@ -81,13 +82,10 @@ def quantize_int4(model: nn.Module) -> int:
 
     Raises UnsupportedModelError if no layer fits: the model must be bfloat16 and on the CPU.
     """
-    fitting = [name for name, module in model.named_modules() if Int4Linear.fits(module)]
-    if not fitting:
+    count = replace_linears(model, Int4Linear.fits, Int4Linear)
+    if not count:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear layer for int4. The draft model must be bfloat16 on a CPU, with "
             f"input features in multiples of {GROUP_SIZE}. Load it so, or leave its weights as they are."
         )
-    for name in fitting:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Int4Linear(model.get_submodule(name)))  # type: ignore[arg-type]
-    return len(fitting)
+    return count

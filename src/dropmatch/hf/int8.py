@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dropmatch.errors import UnsupportedModelError
+from dropmatch.hf.linears import replace_linears
 
 _LARGEST = 127
 
@@ -57,15 +58,10 @@ def quantize_int8(model: nn.Module) -> int:
 
     Raises UnsupportedModelError if no layer fits: the model must be on the CPU.
     """
-    fitting = [name for name, module in model.named_modules() if Int8Linear.fits(module)]
-    if not fitting:
+    count = replace_linears(model, Int8Linear.fits, Int8Linear)
+    if not count:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear layer for int8. The draft model must be on a CPU. Load it so, or "
             "leave its weights as they are."
         )
-    for name in fitting:
-        parent, _, child = name.rpartition(".")
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), child, Int8Linear(linear))
-    return len(fitting)
+    return count

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dropmatch.hf.linears import replace_linears
+
 
 class PackedLinear(nn.Module):
     """x [..., in] -> x W^T + b [..., out], from packed weights.
@@ -52,13 +54,7 @@ def pack_linears(model: Any) -> int:
     head = model.get_output_embeddings()
     if head is not None:  # rules may read single rows of it
         kept |= {id(parameter) for parameter in head.parameters()}
-    fitting = [name for name, module in model.named_modules() if can_pack(module)]
-    for name in fitting:
-        parent, _, child = name.rpartition(".")
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), child, PackedLinear(linear, keep_weight=id(linear.weight) in kept))
-    return len(fitting)
+    return replace_linears(model, can_pack, lambda linear: PackedLinear(linear, keep_weight=id(linear.weight) in kept))
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
