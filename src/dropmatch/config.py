@@ -49,7 +49,8 @@ def _check_count(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed. Give a whole number of at least {low}.")
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
+    """Raise ConfigError unless seed is a whole number in [0, 2**63)."""
     _check_count("seed", seed, 0)
     if seed >= 2**63:
         raise ConfigError(f"seed={seed!r} is out of range. Allowed: [0, 2**63).")
@@ -151,7 +152,7 @@ class SamplingParams:
         if self.draft_length is not None:
             _check_count("draft_length", self.draft_length, 0)
         if self.seed is not None:
-            _check_seed(self.seed)
+            check_seed(self.seed)
         if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop={self.stop!r} is not allowed. Give a tuple of strings that are not empty.")
 
@@ -199,6 +200,6 @@ class EngineConfig:
         check_choice("path_policy", self.path_policy, ("longest", "greedy-votes"))
         check_choice("tie_break", self.tie_break, ("plain", "first"))
         check_choice("correction", self.correction, ("plain", "centroid", "head1", "mode"))
-        _check_seed(self.seed)
+        check_seed(self.seed)
         if self.max_length is not None:
             _check_count("max_length", self.max_length, 2)

@@ -119,6 +119,20 @@ def test_batch_mates_and_other_arms_change_nothing(
         assert entry["tokens"] == together["arms"]["dropmatch L=3"]["items"][item]["tokens"]
 
 
+def test_a_rule_may_be_run_under_several_seeds(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    seeds = "dropmatch,dropmatch@seed=0,dropmatch@seed=1,dropmatch-expected,dropmatch-expected@seed=1"
+    quick = ("--lengths", "3", "--speed-items", "0", "--p-drop", "0.3")
+    arms = run(monkeypatch, pair, data, tmp_path / "a.json", *quick, "--rules", seeds)["arms"]
+
+    def all_of(rule: str, figure: str) -> list[Any]:
+        return [entry[figure] for entry in arms[f"{rule} L=3"]["items"].values()]
+
+    assert all_of("dropmatch", "judged") == all_of("dropmatch@seed=0", "judged") != all_of("dropmatch@seed=1", "judged")
+    assert all_of("dropmatch-expected", "tokens") == all_of("dropmatch-expected@seed=1", "tokens")
+
+
 def test_a_stopped_run_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -49,6 +49,8 @@ def test_an_arm_may_have_its_own_settings() -> None:
         ("dropmatch@p=2", r"'p'.*'2'.*\[0.0, 1.0\)"),
         ("dropmatch@k=many", "'k'.*'many'"),
         ("dropmatch@L=0", "'L'.*'0'"),
+        ("dropmatch@seed=-1", r"'seed'.*'-1'.*\[0|'seed'.*'-1'.*at least 0"),
+        ("dropmatch@seed=x", "'seed'.*'x'"),
     ],
 )
 def test_bad_values_are_named(rule: str, message: str) -> None:
@@ -74,6 +76,11 @@ def test_settings_that_mean_nothing_are_refused(rule: str, message: str) -> None
 def test_lossless_decoding_may_have_a_draft_length_of_its_own() -> None:
     (arm,) = parse_arms(["lossless@L=2"], [5], DROPOUT, RuleOptions())
     assert (arm.name, arm.is_lossless) == ("lossless L=2", True)
+
+
+def test_an_arm_may_have_a_seed_of_its_own() -> None:
+    first, second = parse_arms(["dropmatch@seed=3", "dropmatch"], [5], DROPOUT, RuleOptions())
+    assert (first.name, first.seed, second.seed) == ("dropmatch@seed=3 L=5", 3, None)
 
 
 @pytest.mark.parametrize("rule", ["dropmach", "dropmatch@q=1"])

@@ -2,8 +2,9 @@
 
 A rule by name (or several joined by '+'), then settings of its own behind '@': p (drop probability or auto), k
 (dropout paths), guard (least target probability of a lossy token), guard-ratio, heads (full or shortlist), L (draft
-length). What is left out comes from the command's own options. `plain` is decoding without a draft and has no
-settings; `lossless` asks no dropout heads and keeps no lossy token, so it has a draft length alone.
+length), seed (of masks and sampling). What is left out comes from the command's own options. `plain` is decoding
+without a draft and has no settings; `lossless` asks no dropout heads and keeps no lossy token, so it has a draft length
+alone.
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dropmatch.config import DropoutConfig
+from dropmatch.config import DropoutConfig, check_seed
 from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
 from dropmatch.errors import ConfigError, UnknownNameError
 
 PLAIN = "plain"
-_SETTINGS = ("p", "k", "guard", "guard-ratio", "heads", "L")
+_SETTINGS = ("p", "k", "guard", "guard-ratio", "heads", "L", "seed")
 _FEWER_SETTINGS: Mapping[str, Sequence[str]] = {PLAIN: (), "lossless": ("L",)}
 
 
 @dataclass(frozen=True, slots=True)
 class ArmSpec:
-    """One method at one draft length. rule: as written, settings included; made: the rule itself."""
+    """One method at one draft length. rule: as written, settings included; made: the rule itself; seed: None for
+    that of the run."""
 
     rule: str
     draft_length: int
     made: AcceptanceRule
     dropout: DropoutConfig
+    seed: int | None = None
 
     @property
     def name(self) -> str:
@@ -57,18 +60,22 @@ def parse_arms(
         raise ConfigError("No rule was given. Name at least one, such as lossless,dropmatch.")
     arms: list[ArmSpec] = []
     for rule in rules:
-        made, own_dropout, own_length = _parse(rule, dropout, options)
+        made, own_dropout, own_length, seed = _parse(rule, dropout, options)
         if rule == PLAIN:
             arms.append(ArmSpec(rule, 0, made, own_dropout))
             continue
         name = "@".join(part for part in rule.split("@") if not part.startswith("L="))
-        arms += [ArmSpec(name, length, made, own_dropout) for length in ([own_length] if own_length else lengths)]
+        arms += [ArmSpec(name, length, made, own_dropout, seed) for length in ([own_length] if own_length else lengths)]
     return list({arm.name: arm for arm in arms}.values())
 
 
-def _parse(text: str, dropout: DropoutConfig, options: RuleOptions) -> tuple[AcceptanceRule, DropoutConfig, int | None]:
+def _parse(
+    text: str, dropout: DropoutConfig, options: RuleOptions
+) -> tuple[AcceptanceRule, DropoutConfig, int | None, int | None]:
+    """The rule, its dropout, draft length and seed; the last two are None where the run's own are meant."""
     name, *settings = text.split("@")
     length: int | None = None
+    seed: int | None = None
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in _SETTINGS:
@@ -81,6 +88,9 @@ def _parse(text: str, dropout: DropoutConfig, options: RuleOptions) -> tuple[Acc
                 length = int(value)
                 if length < 1:
                     raise ValueError
+            elif key == "seed":
+                seed = int(value)
+                check_seed(seed)
             elif key == "guard":
                 options = replace(options, guard_prob=float(value))
             elif key == "guard-ratio":
@@ -90,7 +100,7 @@ def _parse(text: str, dropout: DropoutConfig, options: RuleOptions) -> tuple[Acc
         except ValueError as error:
             why = f" {error}" if isinstance(error, ConfigError) else ""
             raise ConfigError(f"{text!r}: the value of {key!r} cannot be {value!r}.{why}") from None
-    return make_rule("exact" if name == PLAIN else name, options), dropout, length
+    return make_rule("exact" if name == PLAIN else name, options), dropout, length, seed
 
 
 def _dropout_setting(key: str, value: str) -> dict[str, Any]:

@@ -428,7 +428,7 @@ def _decode_together(
             temperature=settings.temperature,
             stop=answer.item.stop,
             rule=answer.arm.made,
-            seed=settings.seed,
+            seed=_seed_of(answer.arm, settings),
             stream=answer.stream,
             logprobs=True,
         )
@@ -450,6 +450,10 @@ def _decode_together(
                 add(answer)
                 continue
             yield answer, f"{emitted / (time.monotonic() - started):.1f} tokens/s"
+
+
+def _seed_of(arm: ArmSpec, settings: CompareSettings) -> int:
+    return settings.seed if arm.seed is None else arm.seed
 
 
 def _encode(decoder: Decoder, answer: _Answer) -> list[int]:
@@ -647,7 +651,10 @@ def _time_one(
     config = EngineConfig(draft_length=arm.draft_length, max_length=decoder.config.max_length)
     engine = decoder.engine(rule=arm.made, config=config, dropout=arm.dropout, drafter=None if arm.is_plain else "own")
     params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=settings.temperature, stop=item.stop, seed=settings.seed
+        max_new_tokens=max_new_tokens,
+        temperature=settings.temperature,
+        stop=item.stop,
+        seed=_seed_of(arm, settings),
     )
     started = time.perf_counter()
     done = decoder.run([ids], params, engine=engine)
