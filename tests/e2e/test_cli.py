@@ -424,3 +424,35 @@ def test_help_is_quick_and_names_all_commands() -> None:
     assert min(times) < HELP_SECONDS
     for name in ("generate", "demo", "selfcheck", "fetch", "bench", "lm-eval", "llm-judge"):
         assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "raise KeyboardInterrupt",
+        "try:\n    raise KeyboardInterrupt\nexcept BaseException as error:\n    raise ImportError('no') from error",
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path: Path, module: str) -> None:
+    """It showed a traceback of Python. A module written in C raises an error of its own at Ctrl-C."""
+    (tmp_path / "typer.py").write_text(module)
+    done = subprocess.run(
+        [sys.executable, "-m", "dropmatch.cli", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nStopped.\n")
+
+
+def test_ctrl_c_ends_every_command_with_a_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that leave nothing behind ended without a word."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dropmatch.load", interrupted)
+    done = command("generate", PROMPT)
+    assert (done.code, done.err) == (130, "\nStopped.\n")

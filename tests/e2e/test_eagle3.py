@@ -245,6 +245,27 @@ def test_the_bench_wants_a_head_and_a_lossy_rule(target: str, prompts: Path, mon
         )
 
 
+def test_training_that_is_stopped_says_how_to_go_on_and_writes_no_head(
+    target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C showed a traceback of Python."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ("train", "eagle3", "--target", target, "--prompts", str(prompts), "--output", str(tmp_path / "head"))
+    small = ("-n", "8", "--draft-vocab", "120", "--epochs", "1", "--batch-tokens", "128", "--batch", "4")
+    with monkeypatch.context() as stopped:
+        stopped.setattr("dropmatch.training.eagle3.lookahead_losses", interrupted)
+        assert run_cli(stopped, *command, *small) == 130
+    said = capsys.readouterr().err
+    assert "Stopped. Answers and checkpoints so far are kept. Give the same command again to go on." in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "head").exists()
+    assert run_cli(monkeypatch, *command, *small) == 0
+    assert "answers (tokens)" not in capsys.readouterr().err  # they are there already
+
+
 def test_an_output_folder_of_something_else_is_not_replaced(
     target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,9 +71,9 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "rich.ta
     "code",
     [
         "import dropmatch",
-        "import dropmatch.cli",
-        "import sys; from dropmatch.cli import app; app(['--help'], standalone_mode=False)",
-        "import sys; from dropmatch.cli import app; app(['generate', '--help'], standalone_mode=False)",
+        "import dropmatch.cli.commands",
+        "import sys; from dropmatch.cli.commands import app; app(['--help'], standalone_mode=False)",
+        "import sys; from dropmatch.cli.commands import app; app(['generate', '--help'], standalone_mode=False)",
     ],
 )
 def test_importing_and_asking_for_help_load_nothing_heavy(code: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dropmatch.cli.stopping import stop
 from dropmatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def stoppable(output: Path | None = None, *, resumes: bool = True, kept: str = "
         advice = "Give the same command again to go on" if resumes else ""
         missing = "" if output is None else f"{output} is not written yet"
         rest = "; ".join(part for part in (advice, missing) if part)
-        typer.secho(" ".join(part for part in ("\nStopped.", kept, f"{rest}.") if part), err=True)
-        sys.exit(130)
+        stop(" ".join(part for part in ("Stopped.", kept, f"{rest}." if rest else "") if part))
 
 
 def say_written(output: Path) -> None:

@@ -77,17 +77,19 @@ def eagle3(
         raise ConfigError(f"--output={str(output)!r} exists and holds no head. Name a new folder.")
     check_writable(output.with_name(output.name + ".partial"))
     chosen = read_prompts(prompts, exclude_tasks=exclude_task or ())[:num_prompts]
-    report: dict[str, Any] = train_eagle3(
-        load_tapped(target, dtype=dtype, device=device),
-        chosen,
-        output,
-        work or output.with_name(output.name + "-work"),
-        target_name=public_name(target),
-        data=data,
-        settings=settings,
-        family=family,  # type: ignore[arg-type]  # checked above
-        restart=restart,
-    )
+    tapped = load_tapped(target, dtype=dtype, device=device)
+    with stoppable(kept="Answers and checkpoints so far are kept."):
+        report: dict[str, Any] = train_eagle3(
+            tapped,
+            chosen,
+            output,
+            work or output.with_name(output.name + "-work"),
+            target_name=public_name(target),
+            data=data,
+            settings=settings,
+            family=family,  # type: ignore[arg-type]  # checked above
+            restart=restart,
+        )
     held = report["held_out"]
     typer.secho(
         f"Written to {output}. On held-out answers a chain of {held['steps']} would yield tau {held['chain_tau']}.",
