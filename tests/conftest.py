@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-model", action="store_true", help="run the tests that need real model weights")
+    parser.addoption("--renew-costs", action="store_true", help="record the counts of tests/costs.json anew")
     parser.addoption(
         "--shared",
         metavar="DIR",
