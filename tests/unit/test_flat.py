@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dropmatch.config import DropoutConfig, SamplingParams
 from dropmatch.core.acceptance import RuleOptions, make_rule
@@ -19,6 +17,7 @@ from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import RowSampling, Verification
 from scripted import ScriptedModel
 from toys import make_row
+from watches import NoWaiting, Peak
 
 V, D, B, L = 16, 24, 12, 5
 MODEL = ScriptedModel(V, D)
@@ -238,19 +237,6 @@ def test_an_unknown_distribution_passes_no_divergence_test() -> None:
     assert torch.equal(_judge("exact+majority", unknown).code, _judge("exact+majority", known).code)
 
 
-class _NoWaiting(TorchDispatchMode):
-    """Raises where an operation's result would have to reach the host, or its shape depends on values."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "item")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        assert not any(name.startswith(wait) for wait in self.WAITS), f"{name} waits for the device"
-        if name in {"index", "index_put", "index_put_", "_index_put_impl_"}:
-            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("rule", "temperature"),
     [(rule, t) for rule in GREEDY_RULES for t in (0.0, 0.8) if t == 0.0 or rule not in GREEDY_ONLY],
@@ -258,37 +244,15 @@ class _NoWaiting(TorchDispatchMode):
 def test_asking_all_rows_never_waits_for_the_device(rule: str, temperature: float) -> None:
     rows = _flat(*_case(), temperature=temperature)
     judge = FlatJudge(make_rule(rule), _head(), memory_bytes=2**30, ask="all")
-    with _NoWaiting():
+    with NoWaiting():
         judge(rows, is_sampled=temperature > 0)
 
 
 def test_the_watch_on_waiting_would_see_one() -> None:
     rows = _flat(*_case())
     judge = FlatJudge(make_rule("dropmatch"), _head(), memory_bytes=2**30, ask="open")
-    with _NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
         judge(rows, is_sampled=False)
-
-
-class _Peak(TorchDispatchMode):
-    """Most bytes of storages made inside that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            if key not in self.alive and storage.nbytes():
-                self.alive[key] = storage.nbytes()
-                weakref.finalize(storage, self.alive.pop, key, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -315,7 +279,7 @@ def test_memory_stays_below_the_stated_bound(K: int, temperature: float) -> None
     )
     head = MCDropoutHead(model.head, DropoutConfig(p_drop=0.1, num_paths=K))
     judge = FlatJudge(make_rule("dropmatch"), head, memory_bytes=2**40, ask="all")
-    with _Peak() as watch:
+    with Peak() as watch:
         judge(rows, is_sampled=temperature > 0)
     bound = M * bytes_per_row(K, V, d)
     assert bound / 4 < watch.peak < bound

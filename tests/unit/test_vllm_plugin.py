@@ -22,6 +22,7 @@ from dropmatch.vllm.compat import Seam, UnsupportedVLLMError
 from dropmatch.vllm.hook import COUNTS, NUM_COUNTS, Asked, Drafts, Hook, Steering
 from dropmatch.vllm.settings import RULES, PluginConfig, parse_config, parse_request
 from scripted import ScriptedModel
+from watches import NoWaiting, Peak
 
 V, D, L = 16, 24, 3
 MODEL = ScriptedModel(V, D)
@@ -322,6 +323,56 @@ def test_a_rank_without_logits_is_an_error() -> None:
     hook = Hook(PluginConfig(), hidden_size=D, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="sees no logits"):
         hook.activate(silent)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_step_never_waits_for_the_device(temperature: float) -> None:
+    hook = _hook(p_drop=0.1, ask="all")
+    drafts = _drafts(hook, MIXED, temperature=temperature)
+    with NoWaiting():
+        restore = hook.decide(drafts).apply(drafts.final, drafts.final_row, drafts.tokens.long())
+        restore()
+        request, place = hook.places(drafts.num_drafts)
+        hook.count(place < torch.full((len(MIXED),), 2)[request])
+    assert hook.counts()[0] == 4 * L
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_profiling_takes_the_memory_of_the_largest_step_and_no_more_than_the_cap(temperature: float) -> None:
+    """A vocabulary so large that nothing else counts; two requests' rules, and far more rows than one block holds."""
+    d, vocab, cap = 16, 20_000, 8 * 2**20
+    model = ScriptedModel(vocab, d)
+    llm = SimpleNamespace(
+        compute_logits=lambda hidden: model.head(hidden),
+        lm_head=SimpleNamespace(weight=model.head.weight, bias=None),
+        logits_processor=SimpleNamespace(soft_cap=None, scale=1.0),
+    )
+    hook = Hook(
+        PluginConfig(p_drop=0.1, ask="all", memory_mb=8), hidden_size=d, dtype=torch.float32, device=torch.device("cpu")
+    )
+    hook.activate(llm)
+    with Peak() as profiled:
+        hook.dummy_pass(24)
+    hidden = torch.randn(24, d, generator=torch.Generator().manual_seed(3))
+    raw = model.head(hidden)
+    index = torch.arange(24)
+    drafts = Drafts(
+        requests=[Asked(hook.read(fields), 0, temperature) for fields in ({}, {"dropmatch_rule": "head"})],
+        num_drafts=[12, 12],
+        tokens=raw.argmax(-1).int(),
+        positions=index,
+        hidden=hidden,
+        raw=raw,
+        final=raw.clone(),
+        raw_row=index,
+        final_row=index,
+        draft_logits=lambda i: raw[i],
+    )
+    with Peak() as used:
+        hook.decide(drafts)
+    logits_of_all = 24 * hook.config.k * vocab * 4
+    assert used.peak < cap < logits_of_all
+    assert used.peak <= profiled.peak
 
 
 def test_places_number_the_tokens_of_each_draft() -> None:
