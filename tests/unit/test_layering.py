@@ -27,7 +27,7 @@ ALLOWED = {
     "judge": {"judge", "core", "ops", "errors", "config"},
     "eagle3": {"eagle3", "hf", "core", "ops", "errors", "config"},
     "api": {"eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
-    "bench": {"bench", "judge", "api", "eagle3", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
+    "bench": {"bench", "vllm", "judge", "api", *LIBRARY},
     "vllm": {"vllm", "core", "ops", "errors", "config"},
     "integrations": {"integrations", "api", "hf", "drafters", "core", "ops", "errors", "config", "provenance"},
     "training": {"training", "judge", "bench", "api", *LIBRARY},

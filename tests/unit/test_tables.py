@@ -763,8 +763,12 @@ def test_vllm_arms_are_set_against_stock(tmp_path: Path) -> None:
     arm |= dict.fromkeys(("lossy_tokens", "accuracy", "accuracy_low", "accuracy_high", "gained", "lost", "p_value"))
     lossy = {**arm, "arm": "dropmatch", "tau": 4.5, "over_stock": 1.25, "lossy_tokens": 3.0, "gained": 1, "lost": 2}
     lossy |= {"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75, "p_value": 1.0}
-    settings: Result = {"target": "big", "speculative": {"model": "small"}, "dropmatch": {"k": 5}, "engine": {}}
-    settings |= {"max_new_tokens": 8, "repeats": 3, "items": ["a", "b"]}
+    settings: Result = {
+        "target": "big",
+        "speculative": {"model": "small", "num_speculative_tokens": 5},
+        "dropmatch": [{"k": 5}, {"rule": "head"}],
+    }
+    settings |= {"engine": {"dtype": "bfloat16"}, "max_new_tokens": 8, "repeats": 3, "items": ["a", "b"]}
     result: Result = {"kind": "vllm", "settings": settings, "summary": [arm, lossy]}
     text = shown({**result, "provenance": {**PROVENANCE, "vllm": "0.32"}}, tmp_path)
     (shown_table,) = tables(text)
@@ -772,4 +776,6 @@ def test_vllm_arms_are_set_against_stock(tmp_path: Path) -> None:
         ["stock", "", "20.0", "1.00x", "", "", "", ""],
         ["dropmatch", "4.50", "20.0", "1.25x", "50.0 (25.0 to 75.0)", "1, 2", "1", "3 of 40"],
     ]
-    assert "`big` with `small`; DropMatch with k=5; vLLM 0.32" in text
+    assert (
+        "`big` with `small`, 5 drafted tokens a round, dtype=bfloat16; DropMatch with k=5; rule=head; vLLM 0.32" in text
+    )

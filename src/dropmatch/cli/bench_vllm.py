@@ -14,13 +14,16 @@ from dropmatch.cli.runs import check_writable
 
 def bench_vllm(
     data: Annotated[Path, typer.Option(help="Evaluation items of one turn, such as gsm8k.jsonl.")],
-    target: Annotated[str, typer.Option(help="Target model, as vLLM takes it: hub id or local folder.")],
+    target: Annotated[
+        str, typer.Option(help="Target model, as vLLM takes it (hub id, local folder), or a name that fetch lists.")
+    ],
     speculative_config: Annotated[
         str, typer.Option(help='vLLM\'s own JSON, such as \'{"model": DRAFT, "num_speculative_tokens": 10}\'.')
     ],
     dropmatch: Annotated[
-        str, typer.Option(help='What stands under "dropmatch" in --additional-config, as JSON.')
-    ] = '{"rule": "dropmatch", "k": 5, "p_drop": 0.3}',
+        list[str],
+        typer.Option(help='What stands under "dropmatch" in --additional-config, as JSON; repeat for more arms.'),
+    ] = ['{"rule": "dropmatch", "k": 5, "p_drop": 0.3}'],  # noqa: B006  # typer reads it only
     engine: Annotated[
         str, typer.Option(help="Further arguments of vllm.LLM as JSON, such as '{\"max_model_len\": 2048}'.")
     ] = "{}",
@@ -34,7 +37,7 @@ def bench_vllm(
     from dropmatch.bench.vllm import parse_object, print_table, run_vllm
 
     speculative = parse_object(speculative_config, "--speculative-config")
-    settings = parse_object(dropmatch, "--dropmatch")
+    settings = [parse_object(given, "--dropmatch") for given in dropmatch]
     arguments = parse_object(engine, "--engine")
     check_writable(output)
     result = run_vllm(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dropmatch.bench.figures import number, share
 from dropmatch.bench.tables.markdown import Named, block, grid, machine, made_by
 
@@ -23,12 +26,18 @@ def vllm(named: Named) -> str:
         ]
         for row in result["summary"]
     ]
-    given = ", ".join(f"{key}={value}" for key, value in settings["dropmatch"].items()) or "its defaults"
+    given = "; ".join(_listed(arm) or "its defaults" for arm in settings["dropmatch"])
     draft = settings["speculative"].get("model", settings["speculative"].get("method"))
+    engine = f"{settings['speculative']['num_speculative_tokens']} drafted tokens a round"
+    engine += f", {_listed(settings['engine'])}" if settings["engine"] else ""
     return block(
         grid(["", "tau", "tokens/s", "over stock", "accuracy", "gained, lost", "p", "lossy tokens"], lines),
         f"{len(settings['items'])} prompts at once, at most {settings['max_new_tokens']} tokens each, temperature 0; "
         f"median of {settings['repeats']} passes after a warm-up. Accuracy in per cent with Wilson's 95% interval, p "
-        f"of McNemar's exact test against stock. Pair: `{settings['target']}` with `{draft}`; DropMatch with {given}; "
-        f"vLLM {provenance['vllm']}; {machine(result)}. {made_by(result, name)}",
+        f"of McNemar's exact test against stock. Pair: `{settings['target']}` with `{draft}`, {engine}; "
+        f"DropMatch with {given}; vLLM {provenance['vllm']}; {machine(result)}. {made_by(result, name)}",
     )
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items())
