@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 import tiny
+from dropmatch.bench import answers, timings
 from dropmatch.bench import compare as compare_module
+from dropmatch.bench.settings import NEWER
 from dropmatch.bench.tables import table
+from dropmatch.bench.takeover import prompt_digest
 from dropmatch.cli import main
 from tabled import column, tables
 
@@ -144,7 +147,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     options = ("--lengths", "3", "--speed-items", "1", "--batch", "2")
     whole = run(monkeypatch, pair, data, tmp_path / "whole.json", *options)
     made: list[str] = []
-    real = compare_module._record
+    real = answers._record
 
     def record(answer: Any) -> dict[str, Any]:
         if len(made) == 3:
@@ -152,14 +155,14 @@ def test_a_stopped_run_goes_on_where_it_was(
         made.append(answer.item.id)
         return real(answer)
 
-    monkeypatch.setattr(compare_module, "_record", record)
+    monkeypatch.setattr(answers, "_record", record)
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, pair, data, output, *options)
     assert stop.value.code == 130
     assert "go on" in capsys.readouterr().err
     assert not output.exists()
     assert output.with_name("compare.json.journal").read_text().count("\n") == 4
-    monkeypatch.setattr(compare_module, "_record", lambda *given: (made.append(given[0].item.id), real(*given))[1])
+    monkeypatch.setattr(answers, "_record", lambda *given: (made.append(given[0].item.id), real(*given))[1])
     resumed = run(monkeypatch, pair, data, output, *options)
     assert len(made) == 10
     for name, arm in whole["arms"].items():
@@ -172,8 +175,8 @@ def test_a_stopped_run_goes_on_where_it_was(
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods of answers that are decoded, in order."""
     names: list[str] = []
-    real = compare_module._record
-    monkeypatch.setattr(compare_module, "_record", lambda answer: (names.append(answer.arm.rule), real(answer))[1])
+    real = answers._record
+    monkeypatch.setattr(answers, "_record", lambda answer: (names.append(answer.arm.rule), real(answer))[1])
     return names
 
 
@@ -257,7 +260,7 @@ def test_files_of_older_versions_are_extended(
     journal = output.with_name("compare.json.journal")
     options = (*QUIET, "--num", "2", "--rules", "lossless")
     result = run(monkeypatch, pair, data, output, *options)
-    for name in compare_module.NEWER:
+    for name in NEWER:
         del result["settings"][name]
     for prompt in result["prompts"].values():
         del prompt["max_new_tokens"], prompt["stop"]
@@ -269,7 +272,7 @@ def test_files_of_older_versions_are_extended(
         not in ("data", "rules", "lengths", "arm_dropout", "batch", "items", "speed_items", "repeats", "speed_tokens")
     }
     (record,) = (r for item, r in result["arms"]["lossless L=3"]["items"].items() if item.endswith("/1"))
-    digest = compare_module.prompt_digest(
+    digest = prompt_digest(
         ["how fast is boat 1\nThink step by step, and give the answer as a number on the last line."]
     )
     entry = {"arm": "dropmatch L=3", "item": "gsm8k/test/1", "prompt": digest, "record": record}
@@ -317,7 +320,7 @@ def test_timings_of_other_settings_or_prompts_are_not_taken_over(
     output = tmp_path / "compare.json"
     timed: list[tuple[str, str, int]] = []
     limit = 100
-    real = compare_module._time_one
+    real = timings._time_one
 
     def time_one(decoder: Any, item: Any, arm: Any, settings: Any, count: int) -> Any:
         if len(timed) == limit:
@@ -325,8 +328,8 @@ def test_timings_of_other_settings_or_prompts_are_not_taken_over(
         timed.append((arm.name, item.id, count))
         return real(decoder, item, arm, settings, count)
 
-    monkeypatch.setattr(compare_module, "_time_one", time_one)
-    monkeypatch.setattr(compare_module, "_WARM_UP", 3)
+    monkeypatch.setattr(timings, "_time_one", time_one)
+    monkeypatch.setattr(timings, "_WARM_UP", 3)
 
     def measure(*options: str, stop: int = 100) -> dict[str, Any] | None:
         nonlocal limit
@@ -374,7 +377,7 @@ def test_a_damaged_journal_is_named_with_its_line(
     output = tmp_path / "compare.json"
     options = ("--lengths", "3", "--num", "1", "--rules", "lossless", "--speed-items", "1")
     with monkeypatch.context() as stopped:
-        stopped.setattr(compare_module, "_measure_speed", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        stopped.setattr(compare_module, "measure_speed", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(SystemExit):
             run(monkeypatch, pair, data, output, *options)
     with output.with_name("compare.json.journal").open("a") as file:

@@ -190,7 +190,7 @@ def test_a_stopped_bench_goes_on_with_the_part_it_was_in(
     target: str, head: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dropmatch.bench import eagle3 as bench_module
-    from dropmatch.bench.compare import CompareSettings
+    from dropmatch.bench.settings import CompareSettings
     from dropmatch.bench.tasks import load_items
 
     decoder = dropmatch.load(target, str(head), rule="exact", p_drop=0.05)

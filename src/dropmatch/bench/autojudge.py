@@ -17,9 +17,11 @@ from rich.table import Table
 
 from dropmatch.api import Decoder
 from dropmatch.bench.arms import ArmSpec, parse_arms
-from dropmatch.bench.compare import NEWER, CompareSettings, read_compare, run_compare, shared_settings
+from dropmatch.bench.compare import run_compare
+from dropmatch.bench.comparison import read_compare
 from dropmatch.bench.journal import describe_difference
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import NEWER, CompareSettings, shared_settings
 from dropmatch.bench.tasks import Item
 from dropmatch.config import DropoutConfig
 from dropmatch.core.acceptance import RuleOptions

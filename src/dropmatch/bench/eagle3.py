@@ -16,9 +16,11 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.arms import parse_arms
-from dropmatch.bench.compare import NEWER, CompareSettings, read_compare, run_compare, weights_of
+from dropmatch.bench.compare import run_compare
+from dropmatch.bench.comparison import read_compare
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import NEWER, CompareSettings, weights_of
 from dropmatch.bench.tasks import Item
 from dropmatch.core.acceptance import RuleOptions, make_rule
 from dropmatch.core.interfaces import Drafter

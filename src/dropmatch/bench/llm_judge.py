@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dropmatch.bench.chat_endpoint import ChatEndpoint, Messages, ask_all
-from dropmatch.bench.compare import read_compare
+from dropmatch.bench.comparison import read_compare
 from dropmatch.bench.intervals import ratio_interval
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter

@@ -29,6 +29,7 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.decoding import encode
 from dropmatch.bench.analyses.show import console
+from dropmatch.bench.answers import measure_quality
 from dropmatch.bench.arms import PLAIN, ArmSpec, parse_arms
 from dropmatch.bench.budget import (
     Budget,
@@ -41,17 +42,12 @@ from dropmatch.bench.budget import (
     pooled_tau,
     tau_by_length,
 )
-from dropmatch.bench.compare import (
-    CompareSettings,
-    journal_records,
-    measure_quality,
-    prompt_digest,
-    score_records,
-    settle,
-)
+from dropmatch.bench.compare import score_records, settle
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import CompareSettings
+from dropmatch.bench.takeover import journal_records, prompt_digest
 from dropmatch.bench.tasks import Item, score_all
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import RuleOptions

@@ -64,7 +64,7 @@ def autojudge(
 
     A stopped run goes on where it was when the same command is given again; finished parts are not run again."""
     from dropmatch.bench.autojudge import AutoJudgeSettings, arms_of, make_part, print_autojudge, run_autojudge
-    from dropmatch.bench.compare import CompareSettings
+    from dropmatch.bench.settings import CompareSettings
     from dropmatch.bench.tasks import load_items
     from dropmatch.config import DropoutConfig
 

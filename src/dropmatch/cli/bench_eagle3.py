@@ -60,8 +60,8 @@ def bench_eagle3(
     """An EAGLE-3 head with and without DropMatch at several depths, and away from its training text.
 
     A run that is stopped goes on where it was when the same command is given again."""
-    from dropmatch.bench.compare import CompareSettings
     from dropmatch.bench.eagle3 import Eagle3Bench, korean_items, print_eagle3, run_eagle3
+    from dropmatch.bench.settings import CompareSettings
 
     levels = parse_lengths(lengths)
     Eagle3Bench(levels, rule, other_rule).check()

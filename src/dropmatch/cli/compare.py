@@ -74,7 +74,9 @@ def compare(
     already is extended: its rules run beside those given, on its prompts, which must be among those given, and on new
     ones. Only what is missing is decoded. A file of other models or settings is refused."""
     from dropmatch.bench.arms import parse_arms, split_list
-    from dropmatch.bench.compare import CompareSettings, run_compare, with_earlier_arms
+    from dropmatch.bench.compare import run_compare
+    from dropmatch.bench.settings import CompareSettings
+    from dropmatch.bench.takeover import with_earlier_arms
     from dropmatch.config import DropoutConfig
     from dropmatch.core.acceptance import RuleOptions
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dropmatch.bench.compare import read_compare
+from dropmatch.bench.comparison import read_compare
 from dropmatch.bench.fields import MAYBE, NUMBER, Fields
 
 _SETTINGS = {"target": str, "draft": (str, type(None)), "dtype": str, "k": int, "p_drop": (int, float, str)}

@@ -1,0 +1,136 @@
+"""Speed of all methods at batch 1: the other half of a comparison.
+
+Prompt by prompt with the methods in turn, so that a machine that drifts drifts for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dropmatch.api import Decoder
+from dropmatch.bench.answers import encode_turn
+from dropmatch.bench.arms import PLAIN, ArmSpec
+from dropmatch.bench.fields import NUMBER, Fields
+from dropmatch.bench.journal import Journal
+from dropmatch.bench.progress import ProgressMeter
+from dropmatch.bench.settings import CompareSettings, seed_of
+from dropmatch.bench.takeover import conditions
+from dropmatch.bench.tasks import Item
+from dropmatch.config import EngineConfig, SamplingParams
+from dropmatch.core.stats import EngineStats
+
+_WARM_UP = 8  # tokens
+_TIMING = {
+    **dict.fromkeys(("arm", "item"), str),
+    **dict.fromkeys(("repeat", "tokens"), int),
+    "seconds": NUMBER,
+    "time": dict,
+}
+
+
+def measure_speed(
+    decoder: Decoder, items: Sequence[Item], arms: Sequence[ArmSpec], settings: CompareSettings, journal: Journal
+) -> dict[str, Any] | None:
+    timed = _first_of_each_task(items, settings.speed_items)
+    if not timed:
+        return None
+    methods = list(arms)
+    if not any(arm.is_plain for arm in methods):
+        methods.insert(0, replace(methods[0], rule=PLAIN, draft_length=0))
+    entries = _earlier_timings(journal, timed, methods, settings)
+    done = {(e["arm"], e["item"], e["repeat"]) for e in entries}
+    with ProgressMeter("speed", len(methods) * len(timed) * settings.repeats, len(done)) as meter:
+        if len(done) < meter.total:
+            for method in methods:  # warm up
+                _time_one(decoder, timed[0], method, settings, _WARM_UP)
+        for repeat, (i, item) in itertools.product(range(settings.repeats), enumerate(timed)):
+            # each prompt starts at another method, so that none always runs first
+            start = (i + repeat) % len(methods)
+            for method in methods[start:] + methods[:start]:
+                if (method.name, item.id, repeat) in done:
+                    continue
+                seconds, tokens, stats = _time_one(decoder, item, method, settings, settings.speed_tokens)
+                entry = {
+                    "arm": method.name,
+                    "item": item.id,
+                    **conditions(item, settings.speed_tokens),
+                    "repeat": repeat,
+                    "seconds": seconds,
+                    "tokens": tokens,
+                    "time": stats.time.to_json(),
+                }
+                journal.add({"speed": entry})
+                entries.append(entry)
+                meter.advance()
+    return {
+        "items": [item.id for item in timed],
+        "repeats": settings.repeats,
+        "max_new_tokens": settings.speed_tokens,
+        "arms": {method.name: _speed_of(method, entries) for method in methods},
+    }
+
+
+def _first_of_each_task(items: Sequence[Item], number: int) -> list[Item]:
+    """The first `number` prompts of each task, in the order given."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for item in items:
+        seen[item.task] += 1
+        if seen[item.task] <= number:
+            chosen.append(item)
+    return chosen
+
+
+def _earlier_timings(
+    journal: Journal, timed: Sequence[Item], methods: Sequence[ArmSpec], settings: CompareSettings
+) -> list[dict[str, Any]]:
+    """Timings of an earlier run that this one would repeat: the same prompts, limits, methods and repeats."""
+    wanted = {item.id: conditions(item, settings.speed_tokens) for item in timed}
+    names = {method.name for method in methods}
+    entries = []
+    for number, entry in enumerate(journal.entries):
+        if "speed" not in entry:
+            continue
+        fields, timing = Fields(journal.place(number), "Remove this line, or give --restart."), entry["speed"]
+        fields.check("speed", timing, _TIMING)
+        fields.entries("speed.time", timing["time"].values(), NUMBER)
+        given = wanted.get(timing["item"])
+        is_same = given is not None and all(timing.get(name) == value for name, value in given.items())
+        if is_same and timing["arm"] in names and timing["repeat"] < settings.repeats:
+            entries.append(timing)
+    return entries
+
+
+def _speed_of(method: ArmSpec, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    mine = [entry for entry in entries if entry["arm"] == method.name]
+    seconds: dict[str, list[float]] = {}
+    for entry in mine:
+        seconds.setdefault(entry["item"], []).append(entry["seconds"])
+    return {
+        "seconds": seconds,
+        "tokens": {entry["item"]: entry["tokens"] for entry in mine},
+        "time": {key: sum(entry["time"][key] for entry in mine) for key in mine[0]["time"]},
+    }
+
+
+def _time_one(
+    decoder: Decoder, item: Item, arm: ArmSpec, settings: CompareSettings, max_new_tokens: int
+) -> tuple[float, int, EngineStats]:
+    """Seconds of one whole call at batch 1, prefill included, its tokens, and its statistics."""
+    ids = encode_turn(decoder, item)
+    config = EngineConfig(draft_length=arm.draft_length, max_length=decoder.config.max_length)
+    engine = decoder.engine(rule=arm.made, config=config, dropout=arm.dropout, drafter=None if arm.is_plain else "own")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=settings.temperature,
+        stop=item.stop,
+        seed=seed_of(arm, settings),
+    )
+    started = time.perf_counter()
+    done = decoder.run([ids], params, engine=engine)
+    return time.perf_counter() - started, len(done.generations[0].tokens), done.stats
