@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,17 @@ def test_ifeval_scores_equal_those_of_the_harness(harness_ifeval: Any) -> None:
 def test_the_kinds_of_instructions_are_those_of_the_harness(harness_ifeval: Any) -> None:
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    assert set(INSTRUCTION_DICT) == ifeval.KINDS
+    assert set(INSTRUCTION_DICT) == set(ifeval.ARGUMENTS)
+
+
+def test_the_arguments_of_instructions_are_those_of_the_harness(harness_ifeval: Any) -> None:
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+    from lm_eval.tasks.ifeval.instructions_util import LANGUAGE_CODES
+
+    assert set(LANGUAGE_CODES) == ifeval.LANGUAGES
+    for name, kinds in ifeval.ARGUMENTS.items():
+        parameters = signature(INSTRUCTION_DICT[name].build_description).parameters
+        assert set(parameters) - {"self"} == set(kinds), name
 
 
 def test_ifeval_scores_of_the_real_prompts_equal_those_of_the_harness(shared_dir: Path, harness_ifeval: Any) -> None:

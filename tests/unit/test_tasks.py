@@ -6,8 +6,10 @@ import base64
 import gzip
 import json
 import pickle
+import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,50 @@ RECORD_ERRORS: dict[str, tuple[object, str]] = {
     "an instruction without arguments": (_ifeval(["punctuation:no_comma"], []), "one object for each entry"),
     "arguments that are no object": (_ifeval(["punctuation:no_comma"], [None]), "one object for each entry"),
     "no instruction": (_ifeval([], []), "and at least one"),
+    "an argument that is missing": (
+        _ifeval(["length_constraints:number_words"], [{"relation": "at least", "num_words": None}]),
+        "'num_words' of the instruction 'length_constraints:number_words' must be a whole number of at least 1, and it",
+    ),
+    "a relation that is none": (
+        _ifeval(["length_constraints:number_words"], [{"relation": "more than", "num_words": 5}]),
+        "'relation' of the instruction 'length_constraints:number_words' must be 'less than' or 'at least'",
+    ),
+    "a count of 0": (_ifeval(["detectable_format:number_bullet_lists"], [{"num_bullets": 0}]), "and it is 0"),
+    "one word for a list": (_ifeval(["keywords:existence"], [{"keywords": "cat"}]), "a list of texts that are not"),
+    "an unknown language": (_ifeval(["language:response_language"], [{"language": "xx"}]), "and it is 'xx'"),
+    "letters for a letter": (
+        _ifeval(["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": "at least"}]),
+        "must be one character, and it is 'ab'",
+    ),
+    "a paragraph beyond the last": (
+        _ifeval(
+            ["length_constraints:nth_paragraph_first_word"],
+            [{"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"}],
+        ),
+        "is 3, of 2 paragraphs",
+    ),
+    "an argument of another": (_ifeval(["punctuation:no_comma"], [{"num_words": 5}]), "has no argument 'num_words'"),
+    "a problem whose tests are no JSON": (
+        {"question_id": "a", "question_content": "b", "public_test_cases": "oops"},
+        "the test cases cannot be read",
+    ),
+    "a problem whose tests are nested without end": (
+        {"question_id": "a", "question_content": "b", "public_test_cases": "[" * 100_000},
+        "the test cases cannot be read (RecursionError",
+    ),
+    "a problem whose hidden tests are damaged": (
+        {"question_id": "a", "question_content": "b", "public_test_cases": "[]", "private_test_cases": "oops"},
+        "the test cases cannot be read",
+    ),
+    "a method whose test is no JSON": (
+        {
+            "question_id": "a",
+            "question_content": "b",
+            "public_test_cases": json.dumps([{"input": "oops", "output": "1", "testtype": "functional"}]),
+            "metadata": json.dumps({"func_name": "f"}),
+        },
+        "a test of a method holds no JSON",
+    ),
     "an instruction that is no text": ({"instruction": None}, "the field 'prompt' is missing"),
     "a solution that is no text": ({"question_id": 1, "turns": 3}, "the field 'turns' is missing or not a list"),
 }
@@ -635,7 +681,7 @@ def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     data = base64.b64encode(zlib.compress(pickle.dumps(Malice(str(folder))))).decode()
     with pytest.raises(DataError, match=r"the pickle asks for posix\.mkdir"):
-        read_tests({**SCRIPT, "private_test_cases": data}, "abc1")
+        read_tests({**SCRIPT, "private_test_cases": data})
     assert not folder.exists()
 
 
@@ -643,14 +689,14 @@ def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
     "data", ["oops", "b29wcw==", packed([])[:-8], "3", '[{"input": "a"}]', packed([{"input": "a"}])]
 )
 def test_hidden_tests_that_cannot_be_read_are_told(data: str) -> None:
-    with pytest.raises(DataError, match="abc1: the test cases cannot be read"):
-        read_tests({**SCRIPT, "private_test_cases": data}, "abc1")
+    with pytest.raises(DataError, match="the test cases cannot be read"):
+        read_tests({**SCRIPT, "private_test_cases": data})
 
 
 def test_hidden_tests_may_be_plain_or_missing() -> None:
     plain = json.dumps([{"input": "a", "output": "b", "testtype": "stdin"}])
-    assert len(read_tests({**SCRIPT, "private_test_cases": plain}, "abc1")) == 2
-    assert len(read_tests(_without(SCRIPT, "private_test_cases"), "abc1")) == 1
+    assert len(read_tests({**SCRIPT, "private_test_cases": plain})) == 2
+    assert len(read_tests(_without(SCRIPT, "private_test_cases"))) == 1
 
 
 def test_bad_metadata_and_bad_method_tests_are_told(one: Callable[..., Item]) -> None:
@@ -673,6 +719,22 @@ def test_scores_come_in_the_order_of_the_items(write: Write) -> None:
     answers = [["18"], [right], ["junk"], ["one", "two"], ["junk"], ["The answer is B"]]
     assert [one.correct for one in score_all(items, answers)] == [True, True, False, None, False, True]
     assert score_all([], []) == []
+
+
+def test_after_an_error_no_more_programs_are_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C waited for the programs of all answers."""
+    items = load_items(write(*({**MBPP, "id": f"mbpp/{i}"} for i in range(50))))
+    begun: list[str] = []
+
+    def score_one(item: Item, answers: object) -> None:
+        begun.append(item.id)
+        time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(TASKS, "mbpp", replace(TASKS["mbpp"], score=score_one))
+    with pytest.raises(KeyboardInterrupt):
+        score_all(items, [["a"]] * len(items))
+    assert len(begun) < len(items)
 
 
 def test_answers_must_fit_the_turns(write: Write) -> None:

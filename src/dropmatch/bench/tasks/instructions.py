@@ -16,46 +16,90 @@ from dropmatch.errors import ConfigError
 
 _NEEDED = ("lm_eval", "langdetect", "immutabledict", "nltk")
 _SENTENCES = "tokenizers/punkt_tab"
-# ids of the set's instructions; the checkers need the extra, and files are read without it
-KINDS = frozenset(
-    f"{group}:{name}"
-    for group, names in {
-        "keywords": ("existence", "frequency", "forbidden_words", "letter_frequency"),
-        "language": ("response_language",),
-        "length_constraints": (
-            "number_sentences",
-            "number_paragraphs",
-            "number_words",
-            "nth_paragraph_first_word",
-        ),
-        "detectable_content": ("number_placeholders", "postscript"),
-        "detectable_format": (
-            "number_bullet_lists",
-            "constrained_response",
-            "number_highlighted_sections",
-            "multiple_sections",
-            "json_format",
-            "title",
-        ),
-        "combination": ("two_responses", "repeat_prompt"),
-        "startend": ("end_checker", "quotation"),
-        "change_case": ("capital_word_frequency", "english_capital", "english_lowercase"),
-        "punctuation": ("no_comma",),
-    }.items()
-    for name in names
+_COUNT = "a whole number of at least 1"
+_TEXT = "text that is not blank"
+_CHARACTER = "one character"
+_WORDS = "a list of texts that are not blank"
+_RELATION = "'less than' or 'at least'"
+_LANGUAGE = "the code of a language that the checker knows"
+LANGUAGES = frozenset(
+    {
+        *("en", "es", "pt", "ar", "hi", "fr", "ru", "de", "ja", "it", "bn", "uk", "th", "ur", "ta"),
+        *("te", "bg", "ko", "pl", "he", "fa", "vi", "ne", "sw", "kn", "mr", "gu", "pa", "ml", "fi"),
+    }
 )
+# ids of the set's instructions with their arguments; the checkers need the extra, and files are read without it. A
+# checker makes up at random what it is not given, so none may be missing.
+ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "keywords:existence": {"keywords": _WORDS},
+    "keywords:frequency": {"keyword": _TEXT, "frequency": _COUNT, "relation": _RELATION},
+    "keywords:forbidden_words": {"forbidden_words": _WORDS},
+    "keywords:letter_frequency": {"letter": _CHARACTER, "let_frequency": _COUNT, "let_relation": _RELATION},
+    "language:response_language": {"language": _LANGUAGE},
+    "length_constraints:number_sentences": {"num_sentences": _COUNT, "relation": _RELATION},
+    "length_constraints:number_paragraphs": {"num_paragraphs": _COUNT},
+    "length_constraints:number_words": {"num_words": _COUNT, "relation": _RELATION},
+    "length_constraints:nth_paragraph_first_word": {
+        "num_paragraphs": _COUNT,
+        "nth_paragraph": _COUNT,
+        "first_word": _TEXT,
+    },
+    "detectable_content:number_placeholders": {"num_placeholders": _COUNT},
+    "detectable_content:postscript": {"postscript_marker": _TEXT},
+    "detectable_format:number_bullet_lists": {"num_bullets": _COUNT},
+    "detectable_format:constrained_response": {},
+    "detectable_format:number_highlighted_sections": {"num_highlights": _COUNT},
+    "detectable_format:multiple_sections": {"section_spliter": _TEXT, "num_sections": _COUNT},
+    "detectable_format:json_format": {},
+    "detectable_format:title": {},
+    "combination:two_responses": {},
+    "combination:repeat_prompt": {"prompt_to_repeat": _TEXT},
+    "startend:end_checker": {"end_phrase": _TEXT},
+    "startend:quotation": {},
+    "change_case:capital_word_frequency": {"capital_frequency": _COUNT, "capital_relation": _RELATION},
+    "change_case:english_capital": {},
+    "change_case:english_lowercase": {},
+    "punctuation:no_comma": {},
+}
 
 
 def instructions_fault(record: Mapping[str, Any]) -> str | None:
     """Each instruction must be one of the set's, and have its arguments."""
     names, arguments = record["meta"]["instruction_id_list"], record["meta"]["kwargs"]
-    unknown = next((name for name in names if name not in KINDS), None)
+    unknown = next((name for name in names if not isinstance(name, str) or name not in ARGUMENTS), None)
     if unknown is not None:
-        near = difflib.get_close_matches(str(unknown), KINDS, n=1)
+        near = difflib.get_close_matches(str(unknown), ARGUMENTS, n=1)
         return f"unknown instruction {unknown!r}" + (f", did you mean {near[0]!r}?" if near else "")
     if not names or len(arguments) != len(names) or not all(isinstance(one, dict) for one in arguments):
         return "'meta.kwargs' must hold one object for each entry of 'meta.instruction_id_list', and at least one"
-    return None
+    faults = (_arguments_fault(name, given) for name, given in zip(names, arguments, strict=True))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _arguments_fault(name: str, given: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of one instruction. Those that are null count as left out."""
+    wanted = ARGUMENTS[name]
+    for key, kind in wanted.items():
+        if not _is_of_kind(given.get(key), kind):
+            return f"{key!r} of the instruction {name!r} must be {kind}, and it is {given.get(key)!r}"
+    if name == "length_constraints:nth_paragraph_first_word" and given["nth_paragraph"] > given["num_paragraphs"]:
+        return f"'nth_paragraph' of {name!r} is {given['nth_paragraph']}, of {given['num_paragraphs']} paragraphs"
+    foreign = next((key for key, value in given.items() if key not in wanted and value), None)
+    return None if foreign is None else f"the instruction {name!r} has no argument {foreign!r}"
+
+
+def _is_of_kind(value: Any, kind: str) -> bool:
+    if kind == _COUNT:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if kind == _WORDS:
+        return isinstance(value, list) and bool(value) and all(_is_of_kind(one, _TEXT) for one in value)
+    if not isinstance(value, str) or not value.strip():
+        return False
+    if kind == _RELATION:
+        return value in ("less than", "at least")
+    if kind == _LANGUAGE:
+        return value in LANGUAGES
+    return kind == _TEXT or len(value) == 1
 
 
 def score_instructions(item: Item, answers: Sequence[str]) -> Score:

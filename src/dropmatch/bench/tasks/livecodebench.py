@@ -22,6 +22,10 @@ from dropmatch.errors import DataError
 
 _LIMITS = Limits(cpu_seconds=6, wall_seconds=24.0, memory_bytes=4 << 30, output_bytes=16 << 20)
 _MAX_TESTS_BYTES = 1 << 30  # of one problem's hidden tests, unpacked
+_UNREADABLE = (  # what broken JSON, base64, zlib and pickles raise
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, RecursionError),
+    *(zlib.error, binascii.Error, pickle.UnpicklingError),
+)
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -54,14 +58,24 @@ def extract_program(answer: str) -> str:
     return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) >= 2 else ""
 
 
+def problem_fault(record: Mapping[str, Any]) -> str | None:
+    """Tests that cannot be read or asked, which would show after hours of decoding."""
+    try:
+        tests, name = read_tests(record), _method(record)
+        for test in tests if name else []:
+            _arguments(test)
+    except DataError as error:
+        return str(error).removesuffix(".")
+    return None
+
+
 def score_problem(item: Item, answers: Sequence[str]) -> Score:
     """correct if all public and hidden tests pass, each within 6 s of CPU time. Stops at the first that fails."""
     code = extract_program(one_answer(item, answers))
-    tests = read_tests(item.record, item.id)
-    name = _method(item.record, item.id)
+    tests, name = read_tests(item.record), _method(item.record)
     passed = 0
     for test in tests if code else []:
-        if not (_is_right_call(code, name, test, item.id) if name else _is_right_script(code, test)):
+        if not (_is_right_call(code, name, test) if name else _is_right_script(code, test)):
             break
         passed += 1
     return Score(passed == len(tests), {"tests_passed": passed / len(tests)}, code or None)
@@ -72,17 +86,22 @@ def _is_right_script(code: str, test: Mapping[str, str]) -> bool:
     return outcome.status in ("finished", "exited") and same_output(outcome.stdout, test["output"])
 
 
-def _is_right_call(code: str, name: str, test: Mapping[str, str], item_id: str) -> bool:
-    try:
-        arguments, want = [json.loads(line) for line in test["input"].split("\n")], json.loads(test["output"])
-    except ValueError as error:
-        raise DataError(f"{item_id}: a test of a method holds no JSON ({error}).") from error
+def _is_right_call(code: str, name: str, test: Mapping[str, str]) -> bool:
+    arguments, want = _arguments(test)
     entry_point = f"Solution.{name}" if "class Solution" in code else name
     calls = run_calls(_PRELUDE + code, entry_point, [arguments], limits=_LIMITS).calls
     if not calls or calls[0].error is not None:
         return False
     value = list(calls[0].value) if isinstance(calls[0].value, tuple) else calls[0].value
     return bool(value == want)
+
+
+def _arguments(test: Mapping[str, str]) -> tuple[list[Any], Any]:
+    """Of a test of a method: its arguments, one a line, and what it should return."""
+    try:
+        return [json.loads(line) for line in test["input"].split("\n")], json.loads(test["output"])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"a test of a method holds no JSON ({error}).") from error
 
 
 def same_output(got: str, want: str) -> bool:
@@ -100,7 +119,7 @@ def _same_line(got: str, want: str) -> bool:
         return False
 
 
-def read_tests(record: Mapping[str, Any], name: str) -> list[dict[str, str]]:
+def read_tests(record: Mapping[str, Any]) -> list[dict[str, str]]:
     """Public tests, then hidden ones: input, output and testtype. Raises DataError if they cannot be read."""
     try:
         public = json.loads(record["public_test_cases"])
@@ -108,8 +127,8 @@ def read_tests(record: Mapping[str, Any], name: str) -> list[dict[str, str]]:
         tests = [*public, *private]
         if not tests or not all(isinstance(one["input"] + one["output"], str) for one in tests):
             raise ValueError("no tests, or tests that are no text")
-    except (ValueError, TypeError, KeyError, EOFError, zlib.error, binascii.Error, pickle.UnpicklingError) as error:
-        raise DataError(f"{name}: the test cases cannot be read ({error}).") from error
+    except _UNREADABLE as error:
+        raise DataError(f"the test cases cannot be read ({type(error).__name__}: {error}).") from error
     return tests
 
 
@@ -132,13 +151,13 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, and only plain values are read")
 
 
-def _method(record: Mapping[str, Any], name: str) -> str | None:
+def _method(record: Mapping[str, Any]) -> str | None:
     """The method that the tests call, or None for a script."""
     metadata = record.get("metadata") or {}
     try:
         found = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{name}: the field 'metadata' is no JSON object ({error}).") from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"the field 'metadata' is no JSON object ({error}).") from error
     if found is not None and not str(found).isidentifier():
-        raise DataError(f"{name}: func_name {found!r} is no name of a method.")
+        raise DataError(f"func_name {found!r} is no name of a method.")
     return found

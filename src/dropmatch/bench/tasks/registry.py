@@ -17,7 +17,7 @@ from dropmatch.bench.tasks.code import (
 from dropmatch.bench.tasks.dialogues import score_nothing
 from dropmatch.bench.tasks.instructions import instructions_fault, score_instructions
 from dropmatch.bench.tasks.item import Item, Score
-from dropmatch.bench.tasks.livecodebench import score_problem, word_problem
+from dropmatch.bench.tasks.livecodebench import problem_fault, score_problem, word_problem
 from dropmatch.bench.tasks.numbers import number_fault, score_number
 from dropmatch.bench.tasks.options import option_fault, score_option, word_options
 from dropmatch.bench.tasks.plus import plus_fault, score_plus
@@ -85,7 +85,14 @@ TASKS: Mapping[str, Task] = {
         runs_code=True,
         fault=plus_fault,
     ),
-    "livecodebench": Task(score_problem, 2048, word_problem, {"prompt": str, "public_test_cases": str}, runs_code=True),
+    "livecodebench": Task(
+        score_problem,
+        2048,
+        word_problem,
+        {"prompt": str, "public_test_cases": str},
+        runs_code=True,
+        fault=problem_fault,
+    ),
     "komt_bench": Task(score_nothing, 1024, word_plainly, {}),
     "alpaca": Task(score_nothing, 512, word_plainly, {}),
     "mt_bench": Task(score_nothing, 512, word_plainly, {}),

@@ -21,7 +21,8 @@ def score_all(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> list[S
     """Score the answers to many items, in their order; as many sandboxes at a time as this process may use cores."""
     if len(items) != len(answers):
         raise ConfigError(f"{len(items)} items and {len(answers)} lists of answers. Give one list per item.")
-    with ThreadPoolExecutor(_num_cores()) as pool:  # a thread only waits for its sandbox, which is a process
+    pool = ThreadPoolExecutor(_num_cores())  # a thread only waits for its sandbox, which is a process
+    try:
         waiting = [
             pool.submit(score, item, texts) if TASKS[item.task].runs_code else None
             for item, texts in zip(items, answers, strict=True)
@@ -30,6 +31,8 @@ def score_all(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> list[S
             score(item, texts) if future is None else future.result()
             for item, texts, future in zip(items, answers, waiting, strict=True)
         ]
+    finally:  # at an error or Ctrl-C those that have not begun are not run any more
+        pool.shutdown(cancel_futures=True)
 
 
 def pooled_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
