@@ -497,6 +497,13 @@ NATIVE = {
     "a namespace": "libc.unshare(0x10000000)",
     "a file outside": "libc.open(outside, 0x41, 0o600)",
     "another user": "libc.setuid(12345)",
+    "shared memory of others": "libc.shmat(0, None, 0)",
+    "removal of shared memory": "libc.shmctl(0, 0, None)",
+    "a message to others": "libc.msgsnd(0, bytes(16), 8, 0o4000)",
+    "a message of others": "libc.msgrcv(0, ctypes.create_string_buffer(16), 8, 0, 0o4000)",
+    "removal of a queue": "libc.msgctl(0, 0, None)",
+    "semaphores of others": "libc.semop(0, bytes(6), 1)",
+    "removal of semaphores": "libc.semctl(0, 0, 0)",
     "a mode by the newest call": "libc.syscall(452, -100, outside, 0, 0)",
     "an attribute by the newest call": "libc.syscall(463, -100, outside, 0, b'user.a', bytes(16), 16)",
     "flags by the newest call": "libc.syscall(469, -100, outside, bytes(32), 32, 0)",
@@ -651,6 +658,18 @@ def test_numbers_of_numpy_and_tuples_with_names_become_plain() -> None:
 def test_what_is_no_encoded_value_is_refused(value: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         sandbox_child.decode(value)
+
+
+def test_values_that_are_slow_to_rebuild_are_refused() -> None:
+    """Numbers whose hashes are equal made the caller wait without end, under no limit: 50,000 take a minute."""
+    prime = sys.hash_info.modulus
+    numbers = [["int", hex(prime * i)] for i in range(1, 50_000)]
+    for value in (["set", numbers], ["dict", [[number, 0] for number in numbers]]):
+        started = time.monotonic()
+        with pytest.raises(ValueError, match="too many values with one hash"):
+            sandbox_child.decode(value)
+        assert time.monotonic() - started < 5.0
+    assert sandbox_child.decode(sandbox_child.encode(set(range(-500, 500)))) == set(range(-500, 500))
 
 
 # --- the caller's mistakes ---

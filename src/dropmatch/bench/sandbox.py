@@ -1,18 +1,19 @@
 """Runs code that a model wrote, in a process of its own that can do little harm.
 
 What is in force is said in the Outcome. On Linux (x86_64, aarch64) the kernel enforces it: seccomp refuses sockets,
-new processes, signals to others and new modes, owners, times or attributes of files; Landlock (kernel 5.13 and later)
-lets the program write below its temporary folder and read the Python and system libraries, and nothing else. Where one
-of them is missing, an audit hook of Python does its part, which native code can go around. Everywhere: limits on
-memory, CPU time, wall time, files and output; an empty environment; no standard input but the text given; the process
-group is killed at the end.
+new processes, signals to others, their shared memory, queues and semaphores, and new modes, owners, times or attributes
+of files; Landlock (kernel 5.13 and later) lets the program write below its temporary folder and read the Python and
+system libraries, and nothing else. Where one of them is missing, an audit hook of Python does its part, which native
+code can go around. Everywhere: limits on memory, CPU time, wall time, files and output; an empty environment; no
+standard input but the text given; the process group is killed at the end.
 
 Not covered: a program that is written to cheat the checks it shares a process with (returning objects that equal
 everything; reading the checks from the frame that calls it, or tracing them; searching the interpreter's memory for
-the report's token), reading the files of installed packages, faults of the kernel, use of a CPU core and of memory up
-to the limits, what the folder holds between two looks, and timing; nor are files counted that were removed while open
-(at most 64 of file_bytes each, and memory_bytes of mapped ones). It is made for code that is wrong or careless, not
-for a determined attacker: run untrusted models in a virtual machine or container as well.
+the report's token), reading the files of installed packages, seeing which other files there are and how large, faults
+of the kernel, use of a CPU core and of memory up to the limits, what the folder holds between two looks, and timing;
+nor are files counted that were removed while open (at most 64 of file_bytes each, and memory_bytes of mapped ones). It
+is made for code that is wrong or careless, not for a determined attacker: run untrusted models in a virtual machine or
+container as well.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MAX_DEPTH = 60  # of nested containers in a value
+_MAX_SAME_HASH = 100  # entries of one set or dict: more are made so, and take a time that grows with their square
 _DETAIL_CHARACTERS = 500
 
 
@@ -165,10 +166,25 @@ def decode(value: Any) -> Any:
         "frozenset": frozenset,
     }
     if kind in containers:
-        return containers[kind](decode(one) for one in content)
+        values = [decode(one) for one in content]
+        if kind in ("set", "frozenset"):
+            _check_hashes(values)
+        return containers[kind](values)
     if kind == "dict":
-        return {decode(key): decode(one) for key, one in content}
+        pairs = [(decode(key), decode(one)) for key, one in content]
+        _check_hashes([key for key, _ in pairs])
+        return dict(pairs)
     raise ValueError(f"no such kind of value: {kind!r}")
+
+
+def _check_hashes(values: list[Any]) -> None:
+    """Raise ValueError if too many values have one hash."""
+    counts: dict[int, int] = {}
+    for value in values:
+        at = hash(value)
+        counts[at] = counts.get(at, 0) + 1
+        if counts[at] > _MAX_SAME_HASH:
+            raise ValueError("too many values with one hash")
 
 
 # --- limits and confinement ---
@@ -334,10 +350,20 @@ _DENIED = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    # shared memory, queues and semaphores of the user's other processes, by number
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     # open files sent through a socket pair would escape the limit on open files
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
