@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ def load(
     config = EngineConfig(draft_length=draft_length, max_batch=max_batch, seed=seed)
     chosen = _P_DROP.get(target, 0.3) if p_drop is None else p_drop
     dropout = DropoutConfig(num_paths=num_paths, p_drop=chosen, heads=heads)
-    check_choice("draft_weights", draft_weights, ("own", "int4", "int8"))
+    check_choice("draft_weights", draft_weights, get_args(DraftWeights))
     name = target
     head = require_shipped_head(target) if draft == SHIPPED else shipped_head(target) if draft is None else None
     if target in PAIRS:
