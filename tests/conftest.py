@@ -26,6 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("DROPMATCH_SPECULATORS_PYTHON"),
         help="interpreter of an environment with the speculators package (default: $DROPMATCH_SPECULATORS_PYTHON)",
     )
+    parser.addoption(
+        "--peers-python",
+        metavar="PYTHON",
+        default=os.environ.get("DROPMATCH_PEERS_PYTHON"),
+        help="interpreter of the environment that `dropmatch bench peers --prepare` makes (default: "
+        "$DROPMATCH_PEERS_PYTHON)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +53,15 @@ def speculators_python(request: pytest.FixtureRequest) -> str:
     python = request.config.getoption("--speculators-python")
     if not python:
         pytest.skip("needs an interpreter with the speculators package (--speculators-python PYTHON)")
+    return str(python)
+
+
+@pytest.fixture(scope="session")
+def peers_python(request: pytest.FixtureRequest) -> str:
+    """An interpreter that has the peers' packages; skips where none was named."""
+    python = request.config.getoption("--peers-python")
+    if not python:
+        pytest.skip("needs the peers' environment (--peers-python PYTHON; `dropmatch bench peers --prepare` makes it)")
     return str(python)
 
 

@@ -35,6 +35,7 @@ ALLOWED = {
     "cli": {"cli", "report", "training", "judge", "integrations", "bench", "api", *LIBRARY},
 }
 HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "gguf"}
+CHILD = "dropmatch.bench.peers.child"  # runs as a script in an environment of other packages
 TORCH_ONLY = {"ops", "core", "drafters"}  # of what is not in the standard library
 
 
@@ -92,8 +93,14 @@ def test_modules_import_only_from_the_layers_below(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_only_hf_imports_transformers(path: Path) -> None:
     roots = {module.split(".")[0] for module in _imports_of(path)}
-    if _part(_name(path)) != "hf":
+    if _part(_name(path)) != "hf" and _name(path) != CHILD:
         assert "transformers" not in roots
+
+
+def test_what_runs_in_the_peers_environment_imports_nothing_of_ours() -> None:
+    modules = _imports_of(ROOT.joinpath(*CHILD.split(".")[1:]).with_suffix(".py"))
+    assert "transformers" in modules
+    assert not any(module.startswith("dropmatch") for module in modules)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)

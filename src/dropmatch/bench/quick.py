@@ -7,14 +7,12 @@ included, since transformers does not tell prefill apart; our own arms also repo
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -22,26 +20,26 @@ import dropmatch
 from dropmatch.api import Decoder
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
+from dropmatch.bench.side_by_side import GENERATE, WARM_UP, Way, own_ways, rotated, speed_over, transformers_ways
 from dropmatch.bench.tasks import Item
-from dropmatch.config import EngineConfig, PDrop, SamplingParams
-from dropmatch.core.acceptance import make_rule
+from dropmatch.config import PDrop
 from dropmatch.core.stats import EngineStats
-from dropmatch.drafters.draft_model import DraftModelDrafter
-from dropmatch.hf.loading import load_model
-from dropmatch.hf.model import HFModel
 from dropmatch.provenance import collect
 
 
 @dataclass(slots=True)
 class Arm:
-    """One way to decode. run(ids) -> generated ids and, for our own arms, the statistics of the call."""
+    """One way to decode and what it took."""
 
-    name: str
-    run: Callable[[list[int]], tuple[list[int], EngineStats | None]]
+    way: Way
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     stats: list[EngineStats] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.way.name
 
 
 def run_quick(
@@ -75,19 +73,19 @@ def run_quick(
         device=device,
     )
     provenance = collect(device=str(decoder.target.device))  # as the run starts
-    arms = _own_arms(decoder, lengths, max_new_tokens)
+    ways = own_ways(decoder, ("lossless", "dropmatch"), lengths)
     if with_peers:
-        arms += _peer_arms(decoder, lengths, max_new_tokens)
+        ways += transformers_ways(decoder, lengths)
+    arms = [Arm(way) for way in ways]
     prompts = {item.id: decoder.encode(item.prompt) for item in items}
     with ProgressMeter("measuring", len(arms) * (1 + repeats * len(items))) as meter:
         for arm in arms:
-            arm.run(prompts[items[0].id])
+            arm.way.run(prompts[items[0].id], min(WARM_UP, max_new_tokens))
             meter.advance()
         for turn in range(repeats):
             for i, item in enumerate(items):
-                # each prompt starts at another arm, so that no arm always runs first
-                for arm in arms[(i + turn) % len(arms) :] + arms[: (i + turn) % len(arms)]:
-                    _measure(arm, item.id, prompts[item.id], decoder)
+                for arm in rotated(arms, i + turn):
+                    _measure(arm, item.id, prompts[item.id], max_new_tokens, decoder)
                     meter.advance()
     result = {
         "kind": "bench-quick",
@@ -113,78 +111,9 @@ def run_quick(
     return result
 
 
-def _own_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> list[Arm]:
-    params = SamplingParams(max_new_tokens=max_new_tokens, eos_ids=())
-
-    def arm(name: str, rule: str, length: int, **options: Any) -> Arm:
-        config = EngineConfig(draft_length=length, max_length=decoder.config.max_length)
-
-        def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
-            done = decoder.run([ids], params, engine=decoder.engine(rule=make_rule(rule), config=config, **options))
-            return done.generations[0].tokens, done.stats
-
-        return Arm(name, run)
-
-    arms = [arm("plain", "exact", 0, drafter=None)]
-    for length in lengths:
-        arms += [arm(f"lossless L={length}", "lossless", length), arm(f"dropmatch L={length}", "dropmatch", length)]
-    return arms
-
-
-def _peer_arms(decoder: Decoder, lengths: Sequence[int], max_new_tokens: int) -> list[Arm]:
-    """transformers' own generate and, where a draft model is loaded, assisted generation. The models are loaded anew,
-    as transformers lays them out."""
-    model = _as_loaded_by_transformers(decoder.target)
-
-    def arm(name: str, **options: Any) -> Arm:
-        def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
-            input_ids = torch.tensor([ids], device=decoder.target.device)
-            with torch.inference_mode():
-                out = model.generate(
-                    input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    max_new_tokens=max_new_tokens,
-                    min_new_tokens=max_new_tokens,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    repetition_penalty=1.0,
-                    **options,
-                )
-            return out[0, len(ids) :].tolist(), None
-
-        return Arm(name, run)
-
-    arms = [arm("transformers generate")]
-    if isinstance(decoder.drafter, DraftModelDrafter) and isinstance(decoder.drafter.model, HFModel):
-        assistant = _as_loaded_by_transformers(decoder.drafter.model)
-        arms += [_assisted_arm(arm("assisted", assistant_model=assistant), assistant, length) for length in lengths]
-    return arms
-
-
-def _as_loaded_by_transformers(model: HFModel) -> Any:
-    return load_model(model.model.name_or_path, dtype=model.dtype, device=str(model.device))
-
-
-def _assisted_arm(assisted: Arm, assistant: Any, length: int) -> Arm:
-    """Assisted generation with a constant draft length, its confidence threshold left at transformers' default."""
-
-    def run(ids: list[int]) -> tuple[list[int], EngineStats | None]:
-        settings = assistant.generation_config
-        before = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
-        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = length, "constant"
-        try:
-            return assisted.run(ids)
-        finally:
-            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = before
-
-    return Arm(f"transformers assisted L={length}", run)
-
-
-def _measure(arm: Arm, item: str, ids: list[int], decoder: Decoder) -> None:
+def _measure(arm: Arm, item: str, ids: list[int], num_new: int, decoder: Decoder) -> None:
     started = time.perf_counter()
-    tokens, stats = arm.run(ids)
+    tokens, stats = arm.way.run(ids, num_new)
     arm.seconds.setdefault(item, []).append(time.perf_counter() - started)
     arm.tokens[item] = len(tokens)
     arm.texts[item] = decoder.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -211,13 +140,8 @@ def _arm_json(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _ratios(arm: Arm, base: Arm) -> dict[str, float]:
-    """Speed of arm over base, item by item (median of the repeats each): median, minimum and maximum over items."""
-    ratios = []
-    for item, seconds in arm.seconds.items():
-        rate = arm.tokens[item] / statistics.median(seconds)
-        ratios.append(rate * statistics.median(base.seconds[item]) / base.tokens[item])
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+def _ratios(arm: Arm, base: Arm) -> Any:
+    return speed_over(arm.seconds, arm.tokens, base.seconds, base.tokens)
 
 
 def _summary(arms: Sequence[Arm]) -> dict[str, Any]:
@@ -228,8 +152,8 @@ def _summary(arms: Sequence[Arm]) -> dict[str, Any]:
         total = sum(sum(seconds) for seconds in arm.seconds.values())
         emitted = sum(arm.tokens[item] * len(seconds) for item, seconds in arm.seconds.items())
         row: dict[str, Any] = {"tokens_per_second": emitted / total, "over_plain": _ratios(arm, by_name["plain"])}
-        if "transformers generate" in by_name:
-            row["over_generate"] = _ratios(arm, by_name["transformers generate"])
+        if GENERATE in by_name:
+            row["over_generate"] = _ratios(arm, by_name[GENERATE])
         pooled = _pooled(arm)
         if pooled is not None and arm.name != "plain":
             length = arm.name.split("=")[1]

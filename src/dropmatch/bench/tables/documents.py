@@ -17,6 +17,7 @@ _BLOCK = re.compile(r"(<!-- results:begin (\S[^\n]*?) -->\n).*?(<!-- results:end
 # by kind, then by form; "" is the form of a block that names none
 _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-quick": {"": speed.quick},
+    "bench-peers": {"": speed.peers},
     "bench-heads": {"": speed.shortlist},
     "bench-batch": {"": speed.batch},
     "analyze-overhead": {"": speed.overhead},

@@ -1,4 +1,4 @@
-"""Tables of time: bench quick, bench heads, analyze overhead (Table 4), bench batch (Table 5)."""
+"""Tables of time: bench quick, bench peers, bench heads, analyze overhead (Table 4), bench batch (Table 5)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,32 @@ def quick(named: Named) -> str:
         f"only is pooled over the prompts. "
         f"Pair: `{settings['target']}`{draft}; "
         f"{settings['dtype'].removeprefix('torch.')}, {options(settings)}; {machine(result)}. {made_by(result, name)}",
+    )
+
+
+def peers(named: Named) -> str:
+    """Our lossless decoding beside that of other packages, on the same prompts."""
+    result, name = named
+    settings = result["settings"]
+    head = ["", "over `generate`", "over plain", "over the fastest peer", "tau", "text as plain"]
+    rows = [
+        [
+            f"**{row['way']}**" if row["is_ours"] else row["way"] + " (fastest)" * row["is_fastest_peer"],
+            *(spread(row[key]) for key in ("over_generate", "over_plain", "over_fastest_peer")),
+            number(row["tau"], ".2f"),
+            f"{row['same_text']} of {row['prompts']}"
+            + ("" if row["first_difference"] is None else f" ({row['first_difference']:g})"),
+        ]
+        for row in result["summary"]
+    ]
+    left_out = "".join(f" Left out: {reason.rstrip('.')}." for reason in settings["left_out"].values())
+    return block(
+        grid(head, rows),
+        f"Speed ratios within one run: median over {len(settings['items'])} prompts (minimum-maximum), "
+        f"{settings['max_new_tokens']} tokens each, greedy, batch 1, whole calls with prefill, {settings['repeats']} "
+        "interleaved repeats; bold: ours. Text as plain: prompts whose tokens are all those of our plain decoding, and "
+        f"in brackets the median place of the first one that differs on the others. Pair: {pair(settings)}; "
+        f"{machine(result)}.{left_out} {made_by(result, name)}",
     )
 
 
