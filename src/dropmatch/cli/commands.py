@@ -12,6 +12,7 @@ from dropmatch.cli.autojudge import autojudge
 from dropmatch.cli.batch import batch
 from dropmatch.cli.bench import bench_app
 from dropmatch.cli.bench_eagle3 import bench_eagle3
+from dropmatch.cli.bench_gpu import bench_gpu
 from dropmatch.cli.bench_peers import bench_peers
 from dropmatch.cli.bench_vllm import bench_vllm
 from dropmatch.cli.compare import compare
@@ -45,6 +46,7 @@ app.command("lm-eval-tasks")(lm_eval_tasks)
 bench_app.command()(batch)
 bench_app.command()(autojudge)
 bench_app.command("eagle3")(bench_eagle3)
+bench_app.command("gpu")(bench_gpu)
 bench_app.command("peers")(bench_peers)
 bench_app.command("vllm")(bench_vllm)
 app.add_typer(bench_app, name="bench")

@@ -20,15 +20,12 @@ from rich.table import Table
 from torch import Tensor
 
 from dropmatch.api import Decoder
+from dropmatch.bench.analyses.chain import judge_chain
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
-from dropmatch.config import SamplingParams
-from dropmatch.core.acceptance import AcceptanceRule, Need, make_rule
+from dropmatch.core.acceptance import AcceptanceRule, make_rule
 from dropmatch.core.head import MCDropoutHead
-from dropmatch.core.interfaces import DraftTree
-from dropmatch.core.sequence import Row
-from dropmatch.core.verification import RowSampling, Verification
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import PROBE_TEXT
 from dropmatch.hf.model import HFModel
@@ -59,31 +56,6 @@ class _Bench:
     def tokens(self) -> Tensor:
         start = len(self.ids) - 1 - self.num_inputs
         return torch.tensor([self.ids[start:-1]], device=self.model.device)  # [1, q]
-
-    def verification(self, hidden: Tensor, logits: Tensor, head: MCDropoutHead, rule: AcceptanceRule) -> Verification:
-        """The q inputs' successors as one chain behind them. hidden: [1, q, d]; logits: [1, q, V]."""
-        q = self.num_inputs
-        start = len(self.ids) - 1 - q
-        row = Row(
-            request=0,
-            ids=self.ids[: start + 1],
-            prompt_length=start + 1,
-            params=SamplingParams(),
-            rule=rule,
-            seed=0,
-            stream=0,
-            eos_ids=frozenset(),
-            draft_length=q,
-            max_new_tokens=q + 1,
-        )
-        chain = torch.tensor([self.ids[start:]], device=self.model.device)  # [1, q + 1]
-        tree = DraftTree.chain(chain, torch.tensor([q + 1]), self.draft_logits)
-        # a rule reads parents only; the last node has no child, so its state is padding
-        hidden, logits = (torch.cat([part, part[:, -1:]], dim=1) for part in (hidden, logits))
-        needs = rule.needs
-        return Verification(
-            tree, hidden, logits, RowSampling([row], self.model.device), head, with_js=Need.DIVERGENCE in needs
-        )
 
 
 def run_overhead(
@@ -185,13 +157,7 @@ def _measure(
 def _way(
     bench: _Bench, hidden: Tensor, logits: Tensor, head: MCDropoutHead, rule: AcceptanceRule
 ) -> Callable[[], Tensor]:
-    def run() -> Tensor:
-        v = bench.verification(hidden, logits, head, rule)
-        ask = v.tree.valid.clone()
-        ask[:, 0] = False
-        return rule.judge(v, ask)
-
-    return run
+    return lambda: judge_chain(bench.ids, hidden, logits, bench.draft_logits, head, rule)
 
 
 def _timed(way: Callable[[], Any], device: torch.device) -> float:

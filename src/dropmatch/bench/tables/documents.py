@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dropmatch.bench.results import read_json
-from dropmatch.bench.tables import autojudge, closed_form, compare, eagle3, heads, radius, serving, speed
+from dropmatch.bench.tables import autojudge, closed_form, compare, eagle3, gpu, heads, radius, serving, speed
 from dropmatch.bench.tables.markdown import Named
 from dropmatch.errors import DataError, DropMatchError, UnknownNameError
 
@@ -18,6 +18,7 @@ _BLOCK = re.compile(r"(<!-- results:begin (\S[^\n]*?) -->\n).*?(<!-- results:end
 _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-quick": {"": speed.quick},
     "bench-peers": {"": speed.peers},
+    "bench-gpu": {"": gpu.gpu},
     "bench-heads": {"": speed.shortlist},
     "bench-batch": {"": speed.batch},
     "analyze-overhead": {"": speed.overhead},
