@@ -21,6 +21,7 @@ from dropmatch.vllm import compat, metrics, register
 from dropmatch.vllm.compat import Seam, UnsupportedVLLMError
 from dropmatch.vllm.hook import COUNTS, NUM_COUNTS, Asked, Drafts, Hook, Steering
 from dropmatch.vllm.settings import RULES, PluginConfig, parse_config, parse_request
+from dropmatch.vllm.v1 import draw_by_seed
 from scripted import ScriptedModel
 from watches import NoWaiting, Peak
 
@@ -379,6 +380,28 @@ def test_places_number_the_tokens_of_each_draft() -> None:
     request, place = _hook().places(np.array([2, 0, 3]))
     assert request.tolist() == [0, 0, 2, 2, 2]
     assert place.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_drafts_of_requests_with_a_seed_follow_that_seed_and_the_drafters_distribution() -> None:
+    n = 4000
+    probs, generator = torch.tensor([0.5, 0.3, 0.2, 0.0]).repeat(n, 1), torch.Generator()
+
+    def drawn(unused: np.ndarray | None = None) -> Tensor:
+        generator.manual_seed(7)
+        tokens = torch.full((n,), 3)
+        draw_by_seed(tokens, probs, dict.fromkeys(range(n - 1), generator), unused)
+        return tokens
+
+    first = drawn()
+    assert int(first[-1]) == 3  # has no seed
+    share = first[:-1].bincount(minlength=4) / (n - 1)
+    assert share.tolist() == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.03)
+    assert torch.equal(drawn(), first)
+    reading = np.zeros(n, dtype=bool)
+    reading[0] = True
+    later = drawn(reading)
+    assert int(later[0]) == 3
+    assert torch.equal(later[1:-1], first[:-2])  # the row that was left out took nothing from the stream
 
 
 # Counts on their way

@@ -55,14 +55,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny target and an EAGLE-3 head on disk."""
-    from models import save_eagle3
-
-    return save_eagle3(tmp_path_factory.mktemp("eagle3"))
-
-
-@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M from the cache folder; skips where it was not fetched."""
     from dropmatch.provenance import cache_dir

@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     """Of a process that runs vLLM: small, quiet, off line."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(HERE), str(HERE.parent)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,7 +1,8 @@
 """Starts one vLLM engine and runs jobs on it; a process of its own for each test setting.
 
-Reads a JSON object {"rig", "engine", "jobs"} from a file and writes {"jobs": {name: ...}, "status": [...]} to another.
-A job is {"name", "prompts", "params": one object or one per prompt}.
+Reads a JSON object {"rig", "environment", "engine", "jobs"} from a file and writes {"jobs": {name: ...}, "status":
+[...]} to another. A job is {"name", "prompts", "params": one object or one per prompt}. "profile": run vLLM's
+memory profiling too; "watch": fail where the plugin waits for the device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def main(given: str, wanted: str) -> None:
     from vllm import LLM
 
     llm = LLM(**spec["engine"])
+    if spec.get("watch"):
+        rigs.watch_for_waits()
     jobs = {job["name"]: _run(llm, job) for job in spec["jobs"]}
     result: dict[str, Any] = {"jobs": jobs, "status": None}
     if spec["engine"].get("additional_config", {}).get("dropmatch"):

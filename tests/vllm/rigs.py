@@ -67,3 +67,26 @@ def _mend_expand() -> None:
 
     expand.register_warmup = lambda *args, **options: None  # type: ignore[attr-defined]
     stock._expand = expand
+
+
+def watch_for_waits() -> None:
+    """Make every step of the plugin fail that would wait for the device or ask it for a shape."""
+    from dropmatch.vllm import hook, v1, v2
+    from watches import NoWaiting
+
+    def watched(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            with NoWaiting():
+                return original(*args, **options)
+
+        setattr(owner, name, call)
+
+    watched(hook.Hook, "decide")
+    watched(hook.Hook, "count")
+    watched(hook.Hook, "places")
+    watched(hook.Steering, "apply")
+    watched(v1, "_drafts")
+    watched(v2._Chunk, "drafts")
+    watched(v2._Chunk, "__init__")

@@ -5,6 +5,9 @@ No model is loaded: the configuration is refused before that.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from dropmatch.errors import ConfigError, DropMatchError, StateError
 from dropmatch.vllm import compat, engine, frontend
 from dropmatch.vllm.compat import UnsupportedVLLMError
 from dropmatch.vllm.settings import RULES
+from engines import environment
 
 
 def configure(pair: tuple[Path, Path], dropmatch: object, **options: Any) -> Any:
@@ -62,6 +66,17 @@ def test_a_bad_value_says_what_is_allowed(pair: tuple[Path, Path], given: object
     with pytest.raises(ConfigError) as refused:
         configure(pair, given)
     assert says in str(refused.value)
+
+
+def test_a_server_with_a_bad_key_ends_and_says_what_is_allowed(pair: tuple[Path, Path]) -> None:
+    command = [
+        *(str(Path(sys.executable).parent / "vllm"), "serve", str(pair[0]), "--max-model-len=128", "--port=1"),
+        *("--speculative-config", json.dumps({"model": str(pair[1]), "num_speculative_tokens": 2})),
+        *("--additional-config", json.dumps({"dropmatch": {"p_dorp": 0.3}})),
+    ]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "Did you mean 'p_drop'? Available: ask, guard" in done.stdout + done.stderr
 
 
 def test_without_a_drafter_there_is_nothing_to_judge(pair: tuple[Path, Path]) -> None:

@@ -132,7 +132,8 @@ def check_request(params: Any, vllm_config: Any) -> None:
     try:
         check_settings(settings, config, vllm_config, rule=rule)
     except ConfigError as error:
-        raise ConfigError(f"{PREFIX}rule={rule!r}: {error}") from None
+        asked = ", ".join(f"{key}={value!r}" for key, value in (extra or {}).items() if key.startswith(PREFIX))
+        raise ConfigError(f"{asked}: {error}") from None
     if settings.is_greedy_only and params.temperature > 0:
         raise ConfigError(
             f"{PREFIX}rule={rule!r} knows what heads do on average at temperature 0 alone, and this request has "

@@ -7,6 +7,7 @@ state that `execute_model` leaves for `sample_tokens`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from dropmatch.vllm.settings import PluginConfig
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What `rejection_sample` is not told."""
+    """What `rejection_sample` and the drafter are not told. metadata: None in a step that verifies no drafts."""
 
     runner: Any
     metadata: Any
@@ -62,9 +63,7 @@ def _wrap_sample_tokens(original: Any) -> Any:
             return original(self, *args, **options)
         if hook.captured is not None:
             hook.captured.append(state.hidden_states[: state.scheduler_output.total_num_scheduled_tokens].clone())
-        hook.step = None
-        if state.spec_decode_metadata is not None:
-            hook.step = _Step(self, state.spec_decode_metadata, state.sample_hidden_states, state.logits)
+        hook.step = _Step(self, state.spec_decode_metadata, state.sample_hidden_states, state.logits)
         token = current.set(hook)
         try:
             output = original(self, *args, **options)
@@ -81,13 +80,36 @@ def _wrap_draft_tokens(original: Any, config: PluginConfig) -> Any:
     def sample_draft_tokens(self: Any, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
         # stock gives no distribution where all requests are greedy, since its greedy test needs none
         if not self._enable_probabilistic_draft_probs or not sampling_metadata.all_greedy:
-            drafted: tuple[Tensor, Tensor | None] = original(self, hidden_states, sampling_metadata)
-            return drafted
+            tokens, probs = original(self, hidden_states, sampling_metadata)
+            if probs is not None:
+                draw_by_seed(tokens, probs, sampling_metadata.generators, _reads_prompt())
+            return tokens, probs
         logits = self.model.compute_logits(hidden_states)
         return logits.argmax(dim=-1), logits.softmax(dim=-1, dtype=torch.float32)
 
     setattr(sample_draft_tokens, ATTRIBUTE, config)
     return sample_draft_tokens
+
+
+def _reads_prompt() -> np.ndarray | None:
+    """Which rows of this step are still reading their prompt, whose draft nobody will use. [B] bool on the host."""
+    hook = current.get()
+    mask = None if hook is None or hook.step is None else getattr(hook.step.runner, "discard_request_mask", None)
+    return None if mask is None else mask.np
+
+
+def draw_by_seed(
+    tokens: Tensor, probs: Tensor, generators: Mapping[int, torch.Generator], unused: np.ndarray | None
+) -> None:
+    """Draw anew, in place, the drafted tokens of requests that have a seed: vLLM draws all drafts from one stream.
+
+    tokens: [B]; probs: [B, V]; generators: of the rows with a seed, as they serve the target's draws too; unused: [B]
+    rows that must not move their generator.
+    """
+    for row, generator in generators.items():
+        if unused is None or not unused[row]:
+            noise = torch.empty_like(probs[row]).exponential_(generator=generator)
+            tokens[row] = (probs[row] / noise).argmax()
 
 
 def _wrap_rejection(original: Any) -> Any:
