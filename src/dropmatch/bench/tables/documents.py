@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from dropmatch.bench.results import read_json
-from dropmatch.bench.tables import autojudge, closed_form, compare, eagle3, gpu, heads, radius, serving, speed
+from dropmatch.bench.tables import (
+    autojudge,
+    closed_form,
+    compare,
+    eagle3,
+    gpu,
+    heads,
+    judged,
+    radius,
+    serving,
+    speed,
+    tuning,
+)
 from dropmatch.bench.tables.markdown import Named
 from dropmatch.errors import DataError, DropMatchError, UnknownNameError
 
@@ -41,6 +53,8 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-eagle3": {"": eagle3.all_parts, "paper-7": eagle3.depths, "paper-10": eagle3.domains},
     "vllm": {"": serving.vllm},
     "closed-form-agreement": {"": closed_form.agreement},
+    "tune": {"": tuning.finals, "screening": tuning.screening},
+    "llm-judge": {"": judged.ratings},
 }
 _OF_SEVERAL: Mapping[str, Mapping[str, Callable[[Sequence[Named]], str]]] = {"compare": {"paper-6": compare.paper6}}
 
