@@ -14,6 +14,7 @@ from dropmatch.cli.bench import bench_app
 from dropmatch.cli.bench_eagle3 import bench_eagle3
 from dropmatch.cli.bench_gpu import bench_gpu
 from dropmatch.cli.bench_peers import bench_peers
+from dropmatch.cli.bench_scaling import bench_scaling
 from dropmatch.cli.bench_vllm import bench_vllm
 from dropmatch.cli.compare import compare
 from dropmatch.cli.demo import demo
@@ -48,6 +49,7 @@ bench_app.command()(autojudge)
 bench_app.command("eagle3")(bench_eagle3)
 bench_app.command("gpu")(bench_gpu)
 bench_app.command("peers")(bench_peers)
+bench_app.command("scaling")(bench_scaling)
 bench_app.command("vllm")(bench_vllm)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
