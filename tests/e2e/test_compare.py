@@ -15,6 +15,7 @@ from dropmatch.bench.settings import NEWER
 from dropmatch.bench.tables import table
 from dropmatch.bench.takeover import prompt_digest
 from dropmatch.cli import main
+from dropmatch.cli import options as command_options
 from tabled import column, tables
 
 
@@ -238,6 +239,72 @@ def test_a_result_of_other_settings_or_fewer_prompts_is_not_written_over(
     assert list(result["prompts"]) == ["gsm8k/test/0"]
 
 
+def test_what_is_taken_over_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "compare.json"
+    first = run(monkeypatch, pair, data, output, *QUIET, "--num", "2", "--rules", "lossless")
+    assert "Taken over" not in capsys.readouterr().err
+    assert "earlier" not in first["provenance"]
+    with monkeypatch.context() as stopped:
+        stopped.setattr(compare_module, "measure_speed", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            run(stopped, pair, data, output, *QUIET, "--num", "2", "--rules", "dropmatch")
+    capsys.readouterr()
+    timed = ("--lengths", "3", "--num", "3", "--rules", "typical", "--speed-items", "1")
+    with monkeypatch.context() as stopped:
+        stopped.setattr(compare_module, "score_records", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            run(stopped, pair, data, output, *timed)
+    finished, left = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Taken over")]
+    date = first["provenance"]["date"][:16].replace("T", " ")
+    assert finished == f"Taken over from {output} (finished on {date} UTC): 2 of 6 answers."
+    assert left.startswith(f"Taken over from {output}.journal (left on 20")
+    assert left.endswith("UTC): 0 of 6 answers.")  # typical and lossless were asked for, the journal has dropmatch
+    last = run(monkeypatch, pair, data, output, *timed)
+    said = capsys.readouterr().err
+    assert "): 4 of 6 answers." in said
+    assert "): 3 of 3 timings." in said  # plain decoding is timed too
+    assert last["provenance"]["earlier"] == [first["provenance"]]
+
+
+def test_a_rule_that_another_run_adds_meanwhile_is_kept(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    """The methods of a file were read before the models, so that a file finished in between lost its new ones."""
+    output = tmp_path / "compare.json"
+    options = (*QUIET, "--num", "1")
+    run(monkeypatch, pair, data, output, *options, "--rules", "lossless")
+    load = command_options.load_decoder
+    is_first = True
+
+    def load_slowly(*arguments: Any, **more: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            run(monkeypatch, pair, data, output, *options, "--rules", "dropmatch")
+        return load(*arguments, **more)
+
+    monkeypatch.setattr(command_options, "load_decoder", load_slowly)
+    result = run(monkeypatch, pair, data, output, *options, "--rules", "typical")
+    assert set(result["arms"]) == {"lossless L=3", "dropmatch L=3", "typical L=3"}
+
+
+def test_prompts_in_another_order_get_the_masks_that_they_had(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    """A prompt's masks hang on its place, which was another one in a file that was extended."""
+    output = tmp_path / "compare.json"
+    at_once = run(monkeypatch, pair, data, tmp_path / "once.json", *QUIET, "--rules", "lossless,dropmatch@p=0.3")
+    run(monkeypatch, pair, data, output, *QUIET, "--rules", "lossless")
+    data.write_text("".join(reversed(data.read_text().splitlines(keepends=True))))
+    result = run(monkeypatch, pair, data, output, *QUIET, "--rules", "dropmatch@p=0.3")
+    assert list(result["prompts"]) == list(at_once["prompts"])
+    texts = [{item: r["tokens"] for item, r in made["arms"]["dropmatch@p=0.3 L=3"]["items"].items()}
+             for made in (at_once, result)]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
 def test_answers_of_a_model_trained_further_are_not_taken_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
 ) -> None:
@@ -261,7 +328,7 @@ def test_files_of_older_versions_are_extended(
     options = (*QUIET, "--num", "2", "--rules", "lossless")
     result = run(monkeypatch, pair, data, output, *options)
     for name in NEWER:
-        del result["settings"][name]
+        result["settings"].pop(name, None)
     for prompt in result["prompts"].values():
         del prompt["max_new_tokens"], prompt["stop"]
     output.write_text(json.dumps(result))
@@ -436,14 +503,31 @@ def test_damaged_answers_of_a_result_are_named(
 ) -> None:
     output = tmp_path / "c.json"
     result = run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
-    for key in ("texts", "rounds"):
+    at = "arms['lossless L=3'].items['gsm8k/test/0']"
+    nothing = {"tokens": [], "pieces": [], "reasons": [], "logprobs": [], "lossy": [], "judged": []}
+    for change, message in (
+        ({"texts": ...}, f"{at}.texts is missing"),
+        ({"rounds": ...}, f"{at}.rounds is missing"),
+        ({"rounds": 0}, f"{at} has no round or no token"),
+        (nothing, f"{at} has no round or no token"),
+        ({"accepted_at": []}, f"{at} counts drafted and kept tokens at unlike numbers of places"),
+    ):
         broken = json.loads(json.dumps(result))
-        del broken["arms"]["lossless L=3"]["items"]["gsm8k/test/0"][key]
+        record = broken["arms"]["lossless L=3"]["items"]["gsm8k/test/0"]
+        record |= {key: value for key, value in change.items() if value is not ...}
+        for key in (key for key, value in change.items() if value is ...):
+            del record[key]
         output.write_text(json.dumps(broken))
         with pytest.raises(SystemExit) as stop:
             run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
         assert stop.value.code == 2
-        assert f"arms['lossless L=3'].items['gsm8k/test/0'].{key} is missing" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
+    for speed in ([], {"items": ["gsm8k/test/0"], "arms": {"plain": {}}}, {"items": ["gone"], "arms": {}}):
+        output.write_text(json.dumps({**result, "speed": speed}))
+        with pytest.raises(SystemExit) as stop:
+            run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
+        assert stop.value.code == 2
+        assert "The file is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

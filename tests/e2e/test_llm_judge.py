@@ -31,10 +31,12 @@ from dropmatch.bench.llm_judge import (
     parse_rating,
     parse_verdict,
 )
+from dropmatch.bench.tables import table as table_of
 from dropmatch.bench.tasks import load_items
 from dropmatch.cli import main
 from dropmatch.errors import ConfigError, DataError, EndpointError, UnknownNameError
 from endpoint import Response, Script, serve, soon
+from tabled import column, tables
 
 SECRET = "sk-very-secret-0123456789"
 TURNS = ["How fast is boat {}?", "And the train?"]
@@ -507,9 +509,14 @@ def test_the_command_prints_a_table_or_one_json_object(
         assert run(monkeypatch, *words) == 0
         table = capsys.readouterr().out
         assert run(monkeypatch, *words, "--json") == 0
-        printed = json.loads(capsys.readouterr().out)
+        again = capsys.readouterr()
+        printed = json.loads(again.out)
     assert "83.3% (50.0% to 100.0%)" in table
     assert "wins against lossless L=5" in table
+    assert f"Taken over from {tmp_path}/compare.judged.json (finished): " in again.err
+    (ratings,) = tables(table_of([(tmp_path / "compare.judged.json", "j.json")]))
+    assert column(ratings, "wins against lossless L=5") == ["", "83.3 (50.0 to 100.0)"]
+    assert "KoMT-bench score" in ratings[0]
     assert printed["summary"] == json.loads((tmp_path / "compare.judged.json").read_text())["summary"]
 
 
@@ -530,6 +537,9 @@ def test_files_that_are_no_comparison_are_named(
     options = ("--endpoint", "http://localhost/v1", "--model", "judge", "-o", str(tmp_path / "taken.json"))
     assert run(monkeypatch, good, *options) == 2
     assert "holds no judgements" in capsys.readouterr().err
+    (tmp_path / "taken.json").write_text('{"kind": "llm-judge", "format": 1, "settings": {}}')
+    assert run(monkeypatch, good, *options) == 2
+    assert "taken.json: 'replies' is missing. The file is damaged." in capsys.readouterr().err
     (tmp_path / "taken.json").write_text("[" * 100_000)
     assert run(monkeypatch, good, *options) == 2
     assert "taken.json: nested too deep. Name another output." in capsys.readouterr().err

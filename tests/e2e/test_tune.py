@@ -12,8 +12,11 @@ import pytest
 import tiny
 from commands import Command
 from dropmatch.bench.journal import Journal
-from dropmatch.bench.tune import TuneSettings, candidates, choose, command_line, survivors, verdict
+from dropmatch.bench.tables import table
+from dropmatch.bench.tune import TuneSettings, candidates, choose, command_line, survivors
+from dropmatch.bench.verdict import verdict
 from dropmatch.errors import ConfigError, UnknownNameError
+from tabled import column, tables
 
 MADE = {"target": "T", "draft": None}
 
@@ -67,6 +70,14 @@ def test_tune_shows_its_evidence_and_recommends_a_command_that_runs(
     costs = result["costs"]
     assert costs["lossless_round_ms"].keys() == {"2", "4"}
     assert costs["judge_ms"].keys() == {"sampled k=5", "expected k=5"}
+    (finals,), (screening,) = (
+        tables(table([(tmp_path / "tune.json", "tune.json")], form)) for form in ("", "screening")
+    )
+    assert [cell.strip("*") for cell in column(finals, "")] == [
+        row["arm"] for row in sorted(result["finals"], key=lambda row: -row["predicted_tokens_per_second"])
+    ]
+    assert len(screening) == 1 + 8 + 4
+    assert sum(cell.startswith("**") for cell in column(screening, "rule")) == 4 + 2
     choice = result["recommendation"]
     fastest = max(
         (row for row in result["finals"] if row["status"] != "broken"),
@@ -107,6 +118,30 @@ def test_a_stopped_search_goes_on_where_it_was(tune: Command, tmp_path: Path, mo
     assert tune(*single)[0] == 0
     assert len(set(kept)) == len(kept)  # nothing was measured twice
     assert [check["measure"] for check in _result(tmp_path)["finals"][1]["checks"]] == ["log-prob loss"]
+
+
+def test_a_search_of_other_weights_or_with_damaged_timings_is_refused(
+    tune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of a model trained further were taken over, and a damaged line was an error of Python."""
+    with monkeypatch.context() as stopped:
+        stopped.setattr("dropmatch.bench.tune._Search.screen", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert tune()[0] == 130
+    journal = tmp_path / "tune.json.journal"
+    whole = journal.read_text(encoding="utf-8")
+    with monkeypatch.context() as trained:
+        trained.setattr("dropmatch.bench.tune.weights_of", lambda _: {"target_digest": "other", "draft_digest": None})
+        code, _, err = tune()
+        assert code == 2
+        assert "target_digest: " in err
+    journal.write_text(whole.replace('"decode_s"', '"decoded_s"', 1), encoding="utf-8")
+    code, _, err = tune()
+    assert code == 2
+    assert "tune.json.journal, line 2: cost.decode_s is missing" in err
+    journal.write_text(whole, encoding="utf-8")
+    code, _, err = tune()
+    assert code == 0
+    assert "UTC): 0 answers, " in err
 
 
 def test_an_impossible_budget_ends_in_exact_decoding(tune: Command, tmp_path: Path) -> None:
@@ -222,6 +257,10 @@ def test_the_command_line_holds_what_was_chosen_and_what_was_given() -> None:
     assert command_line(choice, described) == (
         "dropmatch generate 'YOUR PROMPT' --target 'my model' --draft D -L 8 --rule dropmatch --k 5 --p-drop 0.2 "
         "--guard-prob 0.05 --heads shortlist --draft-weights int4 --min-confidence 0.4 --dtype float32"
+    )
+    plain = {"rule": "plain", "draft_length": 0}
+    assert command_line(plain, described) == (
+        "dropmatch generate 'YOUR PROMPT' --target 'my model' --draft none --dtype float32"
     )
     assert command_line(LOSSLESS, MADE) == "dropmatch generate 'YOUR PROMPT' --target T -L 8 --rule lossless"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from dropmatch.bench.journal import Journal
+from dropmatch.bench.results import write_whole
 from dropmatch.errors import ConfigError, DataError
 
 SETTINGS = {"rules": ["lossless"], "num": 3}
@@ -44,7 +47,7 @@ def test_a_line_cut_short_is_dropped_and_written_over(output: Path) -> None:
 
 
 def test_other_settings_are_refused_by_name(output: Path) -> None:
-    write(output)
+    write(output, {"item": 1})
     with pytest.raises(ConfigError, match=r"num: 3 then, 4 now.*--restart"):
         Journal(output, {**SETTINGS, "num": 4})
 
@@ -56,8 +59,8 @@ def test_restart_throws_the_old_run_away(output: Path) -> None:
 
 @pytest.mark.parametrize("line", ["nonsense\n", "[1]\n"])
 def test_a_damaged_line_is_named(output: Path, line: str) -> None:
-    write(output, raw=line)
-    with pytest.raises(DataError, match="journal, line 2"):
+    write(output, {"item": 1}, raw=line)
+    with pytest.raises(DataError, match="journal, line 3"):
         Journal(output, SETTINGS)
 
 
@@ -97,8 +100,8 @@ def test_settings_that_older_versions_did_not_know_fit(output: Path) -> None:
     with pytest.raises(ConfigError, match="weights: null then"):
         Journal(output, {**SETTINGS, "weights": "a"})
     other = output.with_name("other.json")
-    with Journal(other, {**SETTINGS, "weights": "a"}):
-        pass
+    with Journal(other, {**SETTINGS, "weights": "a"}) as journal:
+        journal.add({"item": 1})
     with pytest.raises(ConfigError, match='"a" then, "b" now'):
         Journal(other, {**SETTINGS, "weights": "b"}, newer=("weights",))
 
@@ -114,8 +117,60 @@ def test_settings_that_older_versions_did_not_know_fit(output: Path) -> None:
     ],
 )
 def test_what_is_no_text_is_named_in_plain_words(output: Path, line: bytes, message: str) -> None:
-    write(output)
+    write(output, {"item": 1})
     with output.with_name(output.name + ".journal").open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(DataError, match=f"journal, line 2: .*{message}"):
+    with pytest.raises(DataError, match=f"journal, line 3: .*{message}"):
         Journal(output, SETTINGS)
+
+
+def test_a_run_that_finished_nothing_leaves_no_journal(output: Path) -> None:
+    """Its settings alone made the next run with others stop, though nothing was lost."""
+    with pytest.raises(KeyboardInterrupt), Journal(output, SETTINGS):
+        raise KeyboardInterrupt
+    assert list(output.parent.iterdir()) == []
+    with Journal(output, {**SETTINGS, "num": 4}) as journal:
+        assert journal.left is None
+
+
+def test_what_is_taken_over_is_told_with_its_time(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Journal(output, SETTINGS) as journal:
+        journal.say_taken_over("nothing")  # there was no earlier run
+        journal.add({"item": 1})
+    os.utime(journal.path, (0, 86_400))
+    with Journal(output, SETTINGS) as journal:
+        journal.say_taken_over("1 of 2 answers")
+    said = capsys.readouterr().err
+    assert said == f"Taken over from {journal.path} (left on 1970-01-02 00:00 UTC): 1 of 2 answers.\n"
+
+
+def test_entries_are_found_by_key_and_damaged_ones_named(output: Path) -> None:
+    write(output, {"part": "a"}, {"time": {"seconds": 2.0, "split": {"x": 1.0}}}, {"part": 3})
+    with Journal(output, SETTINGS) as journal:
+        timed = journal.found("time", {"seconds": float, "split": dict}, numbers="split", is_inner=True)
+        assert timed == [{"seconds": 2.0, "split": {"x": 1.0}}]
+        with pytest.raises(DataError, match=r"journal, line 4: 'part' is not text\. Remove this line"):
+            journal.found("part", {"part": str})
+        with pytest.raises(DataError, match=r"line 3: time\.rounds is missing"):
+            journal.found("time", {"rounds": int}, is_inner=True)
+        journal.entries[1]["time"]["split"]["x"] = None
+        with pytest.raises(DataError, match=r"line 3: time\.split has an entry that is not a finite number"):
+            journal.found("time", {"split": dict}, numbers="split", is_inner=True)
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one_alone(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk ended in a traceback and left half a file."""
+    write_whole("old", output)
+
+    def full(path: Path, *_: object, **__: object) -> int:
+        with path.open("w") as file:
+            file.write("ha")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match=r"run\.json cannot be written \(No space left on device\)"):
+        write_whole("new", output)
+    assert [path.name for path in output.parent.iterdir()] == ["run.json"]
+    assert output.read_text() == "old"

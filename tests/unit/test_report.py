@@ -19,12 +19,12 @@ import pytest
 pytest.importorskip("jinja2", reason="needs jinja2: pip install 'dropmatch[report]'")
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'dropmatch[report]'")
 
+from dropmatch.bench.comparison import read_finished
 from dropmatch.bench.summary import summarize
 from dropmatch.cli import main
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import ConfigError, DataError
 from dropmatch.report import charts, page
-from dropmatch.report.load import load_results
 from dropmatch.report.palette import STYLES
 
 MOST_BYTES = 5_000_000  # of a page with 200 prompts under 14 rules: what a mail still carries
@@ -559,7 +559,7 @@ def test_what_is_no_comparison_is_refused_by_name(
 def test_broken_json_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text('{"kind": "compare",\n "format": }')
     with pytest.raises(DataError, match=r"r\.json.*line 2 column 12"):
-        load_results(tmp_path / "r.json")
+        read_finished(tmp_path / "r.json")
 
 
 @pytest.mark.parametrize(

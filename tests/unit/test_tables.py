@@ -235,11 +235,23 @@ def test_a_comparison_shows_what_rules_cost(tmp_path: Path) -> None:
 
 def test_tasks_and_speed_get_columns_where_they_are(tmp_path: Path) -> None:
     timed = row(over_plain=SPREAD, over_lossless=SPREAD)
-    (shown_table,) = tables(shown(comparison(timed, row(task="mmlu")), tmp_path))
-    assert column(shown_table, "task") == ["gsm8k", "mmlu"]
-    assert column(shown_table, "over lossless") == ["1.50x (1.00-2.00)", ""]
+    (shown_table,) = tables(shown(comparison(timed, row("lossless"), row(task="mmlu")), tmp_path))
+    assert column(shown_table, "task") == ["gsm8k", "gsm8k", "mmlu"]
+    assert column(shown_table, "over lossless") == ["1.50x (1.00-2.00)", "", ""]
     (shown_table,) = tables(shown(comparison(row(over_plain=SPREAD)), tmp_path))  # lossless decoding was not run
     assert column(shown_table, "over plain") == ["1.50x (1.00-2.00)"]
+
+
+@pytest.mark.parametrize("form", ["", "pareto"])
+def test_old_files_show_nothing_against_plain_decoding_or_another_length(tmp_path: Path, form: str) -> None:
+    """Older versions set texts against plain decoding, and speed against lossless decoding at any length."""
+    timed = row(over_plain=SPREAD, over_lossless=SPREAD)
+    (alone,) = tables(shown(comparison(timed, row("plain", 0)), tmp_path, form))
+    assert column(alone, "less lossless (95%)") == column(alone, "p") == ["", ""]
+    assert "over lossless" not in alone[0] or column(alone, "over lossless") == ["", ""]
+    (other,) = tables(shown(comparison(timed, row("lossless", 9)), tmp_path, form))
+    assert "-12.5 (-25.0 to +6.2)" in column(other, "less lossless (95%)")
+    assert "over lossless" not in other[0] or column(other, "over lossless") == ["", ""]
 
 
 def test_the_trade_is_sorted_by_tau_and_its_front_is_bold(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ to a journal.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from dropmatch.bench.fields import NUMBER, Fields
 from dropmatch.bench.results import parse_json
 from dropmatch.errors import ConfigError, DataError
 
@@ -23,7 +26,8 @@ from dropmatch.errors import ConfigError, DataError
 class Journal:
     """Entries of an unfinished run, in a file that is closed as the with block ends.
 
-    entries: those of earlier runs and of this one, in order."""
+    entries: those of earlier runs and of this one, in order; left: when an earlier run wrote the last of its own, None
+    without one."""
 
     def __init__(
         self, output: Path, settings: dict[str, Any], *, restart: bool = False, newer: Collection[str] = ()
@@ -36,6 +40,7 @@ class Journal:
         """
         self.path = output.with_name(output.name + ".journal")
         self.entries: list[dict[str, Any]] = []
+        self.left: dt.datetime | None = None
         settings = json.loads(json.dumps(settings))  # as it reads back
         output.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))
@@ -62,6 +67,8 @@ class Journal:
                     "Give the settings of that run, another --output, or --restart to throw it away."
                 )
             if head is not None:
+                if self.entries:
+                    self.left = dt.datetime.fromtimestamp(self.path.stat().st_mtime, dt.UTC)
                 os.truncate(self.path, size)
                 self._file = self.path.open("a", encoding="utf-8")
                 return
@@ -78,11 +85,33 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if not self.entries:  # no work is lost, and other settings may come next
+            self.path.unlink(missing_ok=True)
         self._unlock()
 
-    def place(self, number: int) -> str:
-        """Where entry `number` of an earlier run stands, for messages."""
-        return f"{self.path}, line {number + 2}"
+    def fields(self, number: int) -> Fields:
+        """Checks of entry `number`, which name its line."""
+        return Fields(f"{self.path}, line {number + 2}", "Remove this line, or give --restart to begin again.")
+
+    def found(
+        self, key: str, wanted: Mapping[str, Any], *, numbers: str = "", is_inner: bool = False
+    ) -> list[dict[str, Any]]:
+        """The entries that have a key, or with is_inner what stands under it. wanted: kinds of their own keys;
+        numbers: one of these that holds numbers. Raises DataError naming the line of an entry that is not so."""
+        found = []
+        for number, entry in enumerate(self.entries):
+            if key in entry:
+                fields, value = self.fields(number), entry[key] if is_inner else entry
+                fields.check(key if is_inner else "", value, wanted)
+                if numbers:
+                    fields.entries(f"{key}.{numbers}" if is_inner else numbers, value[numbers].values(), NUMBER)
+                found.append(value)
+        return found
+
+    def say_taken_over(self, what: str) -> None:
+        """Tell on standard error what this run takes over from an earlier one, if there was one. what: "12 answers"."""
+        if self.left is not None:
+            say_taken_over(self.path, f"left on {_minute(self.left)}", what)
 
     def add(self, entry: dict[str, Any]) -> None:
         """Keep an entry, on disk too."""
@@ -92,7 +121,7 @@ class Journal:
     def remove(self) -> None:
         """The results file is written: the journal has done its work."""
         self._file.close()
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
@@ -111,6 +140,15 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]
             raise DataError(f"{path}, line {number}: not a JSON object. Remove the file to begin again.")
         entries.append(entry)
     return (entries[0] if entries else None), entries[1:], sum(map(len, lines))
+
+
+def say_taken_over(path: Path, state: str, what: str) -> None:
+    """Tell on standard error what a run takes over from a file. state: how and when that was left."""
+    print(f"Taken over from {path} ({state}): {what}.", file=sys.stderr, flush=True)
+
+
+def _minute(time: dt.datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def describe_difference(old: Mapping[str, Any], new: Mapping[str, Any], newer: Collection[str] = ()) -> str:

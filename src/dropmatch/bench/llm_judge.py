@@ -18,8 +18,9 @@ from typing import Any
 
 from dropmatch.bench.chat_endpoint import ChatEndpoint, Messages, ask_all
 from dropmatch.bench.comparison import read_compare
+from dropmatch.bench.fields import Fields
 from dropmatch.bench.intervals import ratio_interval
-from dropmatch.bench.journal import Journal
+from dropmatch.bench.journal import Journal, say_taken_over
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import read_json, write_result
 from dropmatch.bench.tasks import Item
@@ -96,7 +97,7 @@ def judge_results(
     """
     if not settings.grade and settings.against is None:
         raise ConfigError("There is nothing to judge: ask for ratings, or name a method to compare with.")
-    compared = read_compare(results)
+    compared, digest = read_compare(results), hashlib.sha256(results.read_bytes()).hexdigest()
     subjects = _subjects(compared, data)
     answers = _answers(compared, subjects)
     if settings.against is not None and settings.against not in answers:
@@ -109,7 +110,12 @@ def judge_results(
     questions = {key_of(messages): messages for asked in (*grading.values(), *pairing.values()) for messages in asked}
     replies = {} if restart else _earlier_replies(output, judge)
     with Journal(output, judge, restart=restart) as journal:
-        replies.update((entry["key"], entry["reply"]) for entry in journal.entries)
+        finished = len(questions.keys() & replies.keys())
+        replies.update((entry["key"], entry["reply"]) for entry in journal.found("key", {"key": str, "reply": str}))
+        taken = len(questions.keys() & replies.keys())
+        if finished:
+            say_taken_over(output, "finished", f"{finished} of {len(questions)} replies")
+        journal.say_taken_over(f"{taken - finished} of {len(questions)} replies")
         missing = {key: messages for key, messages in questions.items() if key not in replies}
 
         def keep(key: str, reply: str) -> None:
@@ -136,7 +142,7 @@ def judge_results(
                 **judge,
                 "temperature": 0,
                 "results": results.name,
-                "results_sha256": hashlib.sha256(results.read_bytes()).hexdigest(),
+                "results_sha256": digest,
                 "grade": settings.grade,
                 "against": settings.against,
                 "komt": settings.komt,
@@ -429,6 +435,9 @@ def _earlier_replies(output: Path, judge: Mapping[str, Any]) -> dict[str, str]:
     result = read_json(output, "Name another output.")
     if not isinstance(result, dict) or result.get("kind") != KIND or result.get("format") != FORMAT:
         raise DataError(f"{output} is there already and holds no judgements. Name another output.")
+    fields = Fields(str(output), "The file is damaged. Remove it, or give --restart to write it anew.")
+    fields.check("", result, {"settings": dict, "replies": dict})
+    fields.entries("replies", result["replies"].values(), str)
     if any(result["settings"].get(name) != value for name, value in judge.items()):
         raise ConfigError(
             f"{output} holds the judgements of another judge ({result['settings'].get('model')!r} at "

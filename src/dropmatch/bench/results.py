@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dropmatch.errors import DataError
+from dropmatch.errors import ConfigError, DataError
 
 
 def write_result(result: dict[str, Any], output: Path) -> None:
@@ -17,11 +18,22 @@ def write_result(result: dict[str, Any], output: Path) -> None:
 
 
 def write_whole(text: str, output: Path) -> None:
-    """Write a text file under a temporary name and rename it. Folders are made as needed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    """Write a text file under a temporary name and rename it. Folders are made as needed.
+
+    Raises ConfigError where it cannot be written, as on a full disk; what was there before is then still there.
+    """
     partial = output.with_name(output.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(output)
+    except OSError as error:
+        raise ConfigError(
+            f"{output} cannot be written ({error.strerror}). Make room, or name another place."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def with_lines(head: Mapping[str, Any], key: str, body: str) -> str:

@@ -16,7 +16,8 @@ from dropmatch.eagle3.drafter import Eagle3Drafter
 from dropmatch.hf.model import HFModel
 from dropmatch.provenance import weights_digest
 
-NEWER = ("target_digest", "draft_digest")  # settings that files of older versions do not have
+# settings that files of older versions do not have
+NEWER = ("target_digest", "draft_digest", "tree_tokens", "tree_top_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ def shared_settings(decoder: Decoder, settings: CompareSettings, described: Mapp
                 "temperature": settings.temperature,
                 "seed": settings.seed,
                 **weights_of(decoder),
+                **_trees_of(decoder),
             }
         )
     )
@@ -73,6 +75,14 @@ def weights_of(decoder: Decoder) -> dict[str, str | None]:
             digest.update(f"{name} {tuple(tensor.shape)} {sample.tolist()}".encode())
         draft = digest.hexdigest()[:16]
     return {"target_digest": _model_digest(decoder.target.model), "draft_digest": draft}
+
+
+def _trees_of(decoder: Decoder) -> dict[str, int]:
+    """Sizes of the trees that an EAGLE-3 head drafts; nothing for other drafters."""
+    drafter = decoder.drafter
+    if not isinstance(drafter, Eagle3Drafter):
+        return {}
+    return {"tree_tokens": drafter.tree_tokens, "tree_top_k": drafter.top_k}
 
 
 def _model_digest(model: Any) -> str | None:

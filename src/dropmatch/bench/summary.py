@@ -1,8 +1,6 @@
 """From the records of a comparison to its table: one row per method and task. Pure functions over JSON values.
 
-tau pools rounds over items. Texts and their grades are compared with lossless decoding at the same draft length where
-it was run, else at another one, since its texts are the same but for rounding; speed with that at the same length
-alone. Figures that cannot be had are None.
+tau pools rounds over items; bases.py says what figures are set against. Figures that cannot be had are None.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dropmatch.bench.arms import PLAIN
+from dropmatch.bench.bases import AGAINST_TEXTS, reference_arm, same_length
 from dropmatch.bench.intervals import is_on_front, paired_difference, ratio_interval, wilson
 from dropmatch.bench.tasks import pooled_metrics
 
@@ -43,7 +42,7 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                     **_speed_figures(
                         result.get("speed"),
                         name,
-                        base if base is not None and _same_length(result["arms"], name, base) else None,
+                        base if base is not None and same_length(result["arms"], name, base) else None,
                         items,
                     ),
                 }
@@ -51,16 +50,6 @@ def summarize(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         _mark_front(group)
         rows += group
     return rows
-
-
-def reference_arm(arms: Mapping[str, Any], name: str) -> str | None:
-    """The lossless method whose texts to compare with; None where none was run."""
-    lossless = [other for other, arm in arms.items() if arm["rule"] == "lossless"]
-    return next(iter([*(other for other in lossless if _same_length(arms, name, other)), *lossless]), None)
-
-
-def _same_length(arms: Mapping[str, Any], name: str, other: str) -> bool:
-    return bool(arms[name]["draft_length"] == arms[other]["draft_length"])
 
 
 def figures(records: Records, lossless: Records | None) -> dict[str, Any]:
@@ -117,7 +106,7 @@ def _repetition(records: Sequence[Record]) -> float | None:
 
 def _against_lossless(records: Records, lossless: Records | None) -> dict[str, Any]:
     if lossless is None:
-        return dict.fromkeys(("logprob_difference", "length_ratio", "diverged_share", "first_divergence_median"))
+        return dict.fromkeys(AGAINST_TEXTS[:4])
     first = [at for item in records if (at := first_divergence(records[item], lossless[item])) is not None]
     mean = [statistics.fmean(x for r in side.values() for x in r["logprobs"]) for side in (records, lossless)]
     tokens = [sum(len(r["tokens"]) for r in side.values()) for side in (records, lossless)]
@@ -138,12 +127,7 @@ def first_divergence(record: Record, lossless: Record) -> int | None:
 
 
 def _accuracy(records: Records, lossless: Records | None) -> dict[str, Any]:
-    empty = dict.fromkeys(
-        (
-            *("graded", "accuracy", "accuracy_low", "accuracy_high"),
-            *("accuracy_difference", "difference_low", "difference_high", "gained", "lost", "p_value"),
-        )
-    )
+    empty = dict.fromkeys(("graded", "accuracy", "accuracy_low", "accuracy_high", *AGAINST_TEXTS[4:]))
     graded = [item for item, record in records.items() if record["score"]["correct"] is not None]
     metrics = pooled_metrics([record["score"]["metrics"] for record in records.values()])
     if not graded:

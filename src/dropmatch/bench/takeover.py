@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dropmatch.bench.arms import ArmSpec, parse_arms
-from dropmatch.bench.comparison import check_answer, read_compare
+from dropmatch.bench.comparison import check_answer, check_speed, read_compare
 from dropmatch.bench.fields import Fields
 from dropmatch.bench.journal import Journal, describe_difference
 from dropmatch.bench.settings import NEWER, CompareSettings
@@ -49,7 +49,7 @@ def journal_records(journal: Journal, items: Sequence[Item], settings: CompareSe
     wanted = {item.id: conditions(item, settings.max_new_tokens) for item in items}
     records: dict[Key, dict[str, Any]] = {}
     for number, entry in enumerate(journal.entries):
-        fields = Fields(journal.place(number), "Remove this line, or give --restart to begin again.")
+        fields = journal.fields(number)
         if "record" not in entry:
             if "arm" in entry:
                 raise fields.error("'record' is missing")
@@ -62,21 +62,28 @@ def journal_records(journal: Journal, items: Sequence[Item], settings: CompareSe
 
 
 def with_earlier_arms(
-    arms: Sequence[ArmSpec], output: Path, dropout: DropoutConfig, options: RuleOptions
+    arms: Sequence[ArmSpec], earlier: Mapping[str, Any], dropout: DropoutConfig, options: RuleOptions, *, where: Path
 ) -> list[ArmSpec]:
-    """The methods that a results file has, then those of `arms` that it has not. Raises ConfigError, DataError."""
-    if not output.exists():
-        return list(arms)
-    earlier: list[ArmSpec] = []
-    for arm in read_compare(output)["arms"].values():
+    """The methods that a comparison has, then those of `arms` that it has not. where: its file, for the message.
+
+    Raises ConfigError for a rule that cannot be made."""
+    made: list[ArmSpec] = []
+    for arm in earlier["arms"].values():
         try:
-            earlier += parse_arms([arm["rule"]], [arm["draft_length"] or 1], dropout, options)
+            made += parse_arms([arm["rule"]], [arm["draft_length"] or 1], dropout, options)
         except ConfigError as error:
             raise ConfigError(
-                f"{output} has the rule {arm['rule']!r}, which cannot be run: {error} Name another --output, or give "
+                f"{where} has the rule {arm['rule']!r}, which cannot be run: {error} Name another --output, or give "
                 "--restart to write it anew."
             ) from error
-    return list({arm.name: arm for arm in [*earlier, *arms]}.values())
+    return list({arm.name: arm for arm in [*made, *arms]}.values())
+
+
+def in_order_of(earlier: Mapping[str, Any], items: Sequence[Item]) -> list[Item]:
+    """The prompts of a comparison in its order, then the others: a prompt's place numbers its dropout masks, so that
+    its answers under new methods are those that one run of all methods would give."""
+    place = {item: at for at, item in enumerate(earlier["prompts"])}
+    return sorted(items, key=lambda item: place.get(item.id, len(place)))
 
 
 def read_earlier(
@@ -109,6 +116,9 @@ def read_earlier(
         for item in result["prompts"]:
             at = f"arms[{name!r}].items[{item!r}]"
             check_answer(fields, at, arm["items"].get(item))
+    fields.check("", result, {"speed": (dict, type(None)), "provenance": dict})
+    if result["speed"] is not None:
+        check_speed(fields, result["speed"], result["prompts"])
     return result
 
 

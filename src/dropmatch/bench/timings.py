@@ -15,7 +15,7 @@ from typing import Any
 from dropmatch.api import Decoder
 from dropmatch.bench.answers import encode_turn
 from dropmatch.bench.arms import PLAIN, ArmSpec
-from dropmatch.bench.fields import NUMBER, Fields
+from dropmatch.bench.fields import NUMBER
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.settings import CompareSettings, seed_of
@@ -44,7 +44,10 @@ def measure_speed(
         methods.insert(0, replace(methods[0], rule=PLAIN, draft_length=0))
     entries = _earlier_timings(journal, timed, methods, settings)
     done = {(e["arm"], e["item"], e["repeat"]) for e in entries}
-    with ProgressMeter("speed", len(methods) * len(timed) * settings.repeats, len(done)) as meter:
+    total = len(methods) * len(timed) * settings.repeats
+    if done:
+        journal.say_taken_over(f"{len(done)} of {total} timings")
+    with ProgressMeter("speed", total, len(done)) as meter:
         if len(done) < meter.total:
             for method in methods:  # warm up
                 _time_one(decoder, timed[0], method, settings, _WARM_UP)
@@ -92,18 +95,14 @@ def _earlier_timings(
     """Timings of an earlier run that this one would repeat: the same prompts, limits, methods and repeats."""
     wanted = {item.id: conditions(item, settings.speed_tokens) for item in timed}
     names = {method.name for method in methods}
-    entries = []
-    for number, entry in enumerate(journal.entries):
-        if "speed" not in entry:
-            continue
-        fields, timing = Fields(journal.place(number), "Remove this line, or give --restart."), entry["speed"]
-        fields.check("speed", timing, _TIMING)
-        fields.entries("speed.time", timing["time"].values(), NUMBER)
-        given = wanted.get(timing["item"])
-        is_same = given is not None and all(timing.get(name) == value for name, value in given.items())
-        if is_same and timing["arm"] in names and timing["repeat"] < settings.repeats:
-            entries.append(timing)
-    return entries
+    return [
+        timing
+        for timing in journal.found("speed", _TIMING, numbers="time", is_inner=True)
+        if (given := wanted.get(timing["item"])) is not None
+        and all(timing.get(name) == value for name, value in given.items())
+        and timing["arm"] in names
+        and timing["repeat"] < settings.repeats
+    ]
 
 
 def _speed_of(method: ArmSpec, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

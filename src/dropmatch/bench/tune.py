@@ -27,9 +27,8 @@ from typing import Any
 from rich.table import Table
 
 from dropmatch.api import Decoder
-from dropmatch.bench.analyses.decoding import encode
 from dropmatch.bench.analyses.show import console
-from dropmatch.bench.answers import measure_quality
+from dropmatch.bench.answers import encode_turn, measure_quality
 from dropmatch.bench.arms import PLAIN, ArmSpec, parse_arms
 from dropmatch.bench.budget import (
     Budget,
@@ -43,12 +42,14 @@ from dropmatch.bench.budget import (
     tau_by_length,
 )
 from dropmatch.bench.compare import score_records, settle
+from dropmatch.bench.fields import NUMBER
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
-from dropmatch.bench.settings import CompareSettings
+from dropmatch.bench.settings import NEWER, CompareSettings, weights_of
 from dropmatch.bench.takeover import journal_records, prompt_digest
-from dropmatch.bench.tasks import Item, score_all
+from dropmatch.bench.tasks import Item, score
+from dropmatch.bench.verdict import cost, verdict
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import RuleOptions
 from dropmatch.core.stats import TimeSplit
@@ -62,7 +63,11 @@ FORMS = {
 }
 _FEWEST_ITEMS = 6
 _FIRST_RUNG = 2  # prompts at least
-_SAME_SPEED = 0.02  # a measured difference within it is none
+_TIMED = {
+    **dict.fromkeys(("arm", "item"), str),
+    **dict.fromkeys(("seconds", "decode_s", "judge_s"), NUMBER),
+    **dict.fromkeys(("rounds", "tokens"), int),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +125,8 @@ def default_budget(items: Sequence[Item]) -> Budget:
 
 
 def has_ground_truth(items: Sequence[Item]) -> bool:
-    """Whether any of the prompts can be graded."""
-    return any(score.correct is not None for score in score_all(items, [[""] * len(item.turns) for item in items]))
+    """Whether any of the prompts can be graded. Asks one after the other, since scoring may run programs."""
+    return any(score(item, [""] * len(item.turns)).correct is not None for item in items)
 
 
 def run_tune(
@@ -155,9 +160,12 @@ def run_tune(
         "dtype": str(decoder.target.dtype),
         "items": [item.id for item in items],
         "prompts": [prompt_digest(item.turns) for item in items],
+        **weights_of(decoder),
     }
-    with Journal(output, written, restart=restart) as journal:
+    with Journal(output, written, restart=restart, newer=NEWER) as journal:
         search = _Search(decoder, items, budget, settings, journal)
+        timed = sum(len(journal.found(name, _TIMED, is_inner=True)) for name in ("cost", "timing"))
+        journal.say_taken_over(f"{len(search.records)} answers, {timed} timings")
         costs = search.measure_costs()
         survivors, rungs = search.screen(costs)
         rows = search.finals(survivors, costs)
@@ -258,7 +266,7 @@ class _Search:
 
     def _time(self, name: str, arms: Sequence[ArmSpec], items: Sequence[Item]) -> dict[str, list[dict[str, Any]]]:
         """Decode the same number of tokens from each prompt by all methods in turn. Returns entries by method."""
-        entries = [e[name] for e in self.journal.entries if name in e]
+        entries = self.journal.found(name, _TIMED, is_inner=True)
         done = {(e["arm"], e["item"]) for e in entries}
         with ProgressMeter(name, len(arms) * len(items), len(done)) as meter:
             if len(done) < meter.total:
@@ -284,7 +292,7 @@ class _Search:
         )
         params = SamplingParams(max_new_tokens=num_tokens, eos_ids=(), seed=self.settings.seed)
         started = time.perf_counter()
-        done = self.decoder.run([encode(self.decoder, item)], params, engine=engine)
+        done = self.decoder.run([encode_turn(self.decoder, item)], params, engine=engine)
         seconds = time.perf_counter() - started
         split: TimeSplit = done.stats.time
         return {
@@ -493,18 +501,20 @@ def command_line(choice: Mapping[str, Any], described: Mapping[str, Any]) -> str
     """`dropmatch generate` with the chosen settings, ready to be pasted. described: target, draft, draft_weights,
     min_confidence, dtype and device as they were given."""
     words = ["dropmatch", "generate", "YOUR PROMPT", "--target", described["target"]]
+    defaults = {"draft_weights": "own", "min_confidence": 0.0, "dtype": "auto", "device": "auto"}
     if choice["rule"] == PLAIN:
-        return shlex.join([*words, "--draft", "none"])
-    if described["draft"] is not None:
-        words += ["--draft", described["draft"]]
-    words += ["-L", str(choice["draft_length"]), "--rule", str(choice["rule"]).split("@")[0]]
-    if choice["rule"] != "lossless":
+        words += ["--draft", "none"]
+        del defaults["draft_weights"], defaults["min_confidence"]
+    else:
+        if described["draft"] is not None:
+            words += ["--draft", described["draft"]]
+        words += ["-L", str(choice["draft_length"]), "--rule", str(choice["rule"]).split("@")[0]]
+    if choice["rule"] not in (PLAIN, "lossless"):
         words += ["--k", str(choice["k"]), "--p-drop", f"{choice['p_drop']:g}"]
         if choice["guard"]:
             words += ["--guard-prob", f"{choice['guard']:g}"]
         if choice["form"] == "shortlist":
             words += ["--heads", "shortlist"]
-    defaults = {"draft_weights": "own", "min_confidence": 0.0, "dtype": "auto", "device": "auto"}
     for name, default in defaults.items():
         if described.get(name, default) != default:
             words += [f"--{name.replace('_', '-')}", str(described[name])]
@@ -519,21 +529,18 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# -- for people -----------------------------------------------------------------------------------------------------
-
-
 def print_tune(result: Mapping[str, Any]) -> None:
     """The evidence, the recommendation with its doubts, and the command line."""
     table = Table("", "tau", "predicted over plain", "over lossless", "cost to answers", "at worst (95%)", "budget")
     for row in sorted(result["finals"], key=lambda row: -row["predicted_tokens_per_second"]):
-        costs = [_cost(check, check["value"]) for check in row["checks"]]
-        worst = [_cost(check, check["worst"]) for check in row["checks"]]
+        measured = [cost(check, check["value"]) for check in row["checks"]]
+        worst = [cost(check, check["worst"]) for check in row["checks"]]
         table.add_row(
             row["arm"],
             f"{row['tau']:.2f}",
             f"{row['predicted_over_plain']:.2f}x",
             f"{row['predicted_over_lossless']:.2f}x",
-            "\n".join(costs) or "none",
+            "\n".join(measured) or "none",
             "\n".join(worst) or "none",
             row["status"],
         )
@@ -542,51 +549,3 @@ def print_tune(result: Mapping[str, Any]) -> None:
     for line in verdict(result):
         shown.print(line, highlight=False, markup=False)
     print(result["recommendation"]["command"])  # never wrapped, so that it can be copied
-
-
-def verdict(result: Mapping[str, Any]) -> list[str]:
-    """What is recommended, how sure that is, and what would make it surer."""
-    choice = result["recommendation"]
-    n = choice["checks"][0]["num_items"] if choice["checks"] else len(result["settings"]["items"])
-    timing = choice["timing"]
-    lines = [f"Recommended: {choice['arm']}"]
-    for check in choice["checks"]:
-        limit = _cost(check, check["limit"])
-        if check["status"] == "within":
-            lines.append(f"Within the budget: {_cost(check, check['worst'])} at worst, {limit} allowed ({n} prompts).")
-        else:
-            needed = f" About {check['needed']} prompts like these would prove it." if check["needed"] else ""
-            lines.append(
-                f"NOT PROVEN within the budget: {_cost(check, check['value'])} measured, but up to "
-                f"{_cost(check, check['worst'])} cannot be ruled out on {check['num_items']} prompts; {limit} allowed. "
-                f"Confidence that it holds: {check['confidence']:.0%}.{needed}"
-            )
-    other = choice["proven_alternative"]
-    if other is not None:
-        lines.append(f"Proven instead: {other['arm']}, predicted {other['predicted_over_plain']:.2f}x plain decoding.")
-    if choice["faster_than_lossless"] is not None:
-        lines.append(
-            f"Confidence that it is faster than lossless decoding at its best length, by predicted speed: "
-            f"{choice['faster_than_lossless']:.0%}."
-        )
-    slower = [name for name in ("plain", "lossless") if timing[f"over_{name}"]["median"] < 1.0 - _SAME_SPEED]
-    if slower and choice["rule"] not in slower:
-        lines.append(
-            f"MEASURED SLOWER than {' and '.join(slower)} decoding, against the prediction. Repeat with more "
-            "--cost-items and --cost-tokens before you use it."
-        )
-    lines.append(
-        f"Measured in whole calls at batch 1 on {timing['items']} prompts: "
-        f"{timing['over_plain']['median']:.2f}x plain, {timing['over_lossless']['median']:.2f}x lossless "
-        f"(predicted, decoding only: {choice['predicted_over_plain']:.2f}x and "
-        f"{choice['predicted_over_lossless']:.2f}x)."
-    )
-    return lines
-
-
-def _cost(check: Mapping[str, Any], value: float) -> str:
-    if check["measure"] == "log-prob loss":
-        return f"{value:.4f} nats of log-prob"
-    if check["measure"] == "accuracy drop":
-        return f"{100 * value:.1f} points of accuracy"
-    return f"{value:.2%} lossy tokens"

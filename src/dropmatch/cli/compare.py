@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,10 +25,6 @@ from dropmatch.cli.runs import (
     say_written,
     stoppable,
 )
-
-if TYPE_CHECKING:
-    from dropmatch.bench.arms import ArmSpec
-    from dropmatch.config import DropoutConfig
 
 
 def compare(
@@ -75,6 +71,7 @@ def compare(
     ones. Only what is missing is decoded. A file of other models or settings is refused."""
     from dropmatch.bench.arms import parse_arms, split_list
     from dropmatch.bench.compare import run_compare
+    from dropmatch.bench.comparison import read_compare
     from dropmatch.bench.settings import CompareSettings
     from dropmatch.bench.takeover import with_earlier_arms
     from dropmatch.config import DropoutConfig
@@ -86,11 +83,10 @@ def compare(
     names = split_list(rules)
     check_writable(output)
 
-    def all_arms(dropout: DropoutConfig) -> list[ArmSpec]:
-        arms = parse_arms(names, draft_lengths, dropout, rule_options)
-        return arms if restart else with_earlier_arms(arms, output, dropout, rule_options)
-
-    longest = max(arm.draft_length for arm in all_arms(DropoutConfig(num_paths=k)))  # mistakes show before models load
+    unloaded = DropoutConfig(num_paths=k)  # mistakes show before models load
+    arms = parse_arms(names, draft_lengths, unloaded, rule_options)
+    if output.exists() and not restart:
+        arms = with_earlier_arms(arms, read_compare(output), unloaded, rule_options, where=output)
     items = load_prompts(data, num, start)
     decoder = o.load_decoder(
         target,
@@ -98,14 +94,14 @@ def compare(
         rule="lossless",
         k=k,
         p_drop=p_drop,
-        draft_length=max(longest, 1),
+        draft_length=max(1, *(arm.draft_length for arm in arms)),
         dtype=dtype,
         device=device,
         heads=heads,
         draft_weights=draft_weights,
         min_confidence=min_confidence,
     )
-    arms = all_arms(decoder.dropout)
+    arms = parse_arms(names, draft_lengths, decoder.dropout, rule_options)
     settings = CompareSettings(
         max_new_tokens=max_new_tokens,
         batch=batch,
@@ -134,6 +130,7 @@ def compare(
             described=described,
             data=file_names(data),
             output=output,
+            options=rule_options,
             restart=restart,
         )
     from dropmatch.report.terminal import print_summary

@@ -23,11 +23,11 @@ def report(
     ] = False,
 ) -> None:
     """Write a comparison as one HTML page that needs no network: tables, pictures, single tokens, answers."""
-    from dropmatch.report.load import load_results
+    from dropmatch.bench.comparison import read_finished
     from dropmatch.report.terminal import print_summary
 
     if terminal and output is None and plots is None:
-        print_summary(load_results(results))
+        print_summary(read_finished(results))
         return
 
     from dropmatch.report.page import require_report, write_plots, write_report
@@ -39,7 +39,7 @@ def report(
         raise ConfigError(f"--output={str(output)!r} is the results file itself. Name another file.")
     if plots is not None and plots.exists() and not plots.is_dir():
         raise ConfigError(f"--plots={str(plots)!r} is a file. Name a folder.")
-    result = load_results(results)
+    result = read_finished(results)
     if wants_page:
         check_writable(output)
     if plots is not None:

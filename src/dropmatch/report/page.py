@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dropmatch.bench.arms import PLAIN
-from dropmatch.bench.summary import first_divergence, reference_arm
+from dropmatch.bench.bases import reference_arm
+from dropmatch.bench.summary import first_divergence
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import ConfigError
 from dropmatch.report.charts import (
@@ -43,7 +44,7 @@ def require_report() -> None:
 
 
 def write_report(result: Mapping[str, Any], output: Path, *, source: str) -> None:
-    """Write the page. result: of `load_results`; source: the results file's name, for the heading. The page appears
+    """Write the page. result: of `read_finished`; source: the results file's name, for the heading. The page appears
     whole under its name or not at all. Raises ConfigError where jinja2 or matplotlib is missing, or it cannot be
     written."""
     require_report()

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dropmatch.bench.bases import reference_arm
 from dropmatch.bench.figures import number, share, spread
-from dropmatch.bench.summary import reference_arm
 
 _WIDTH = 160  # where the tables go to a file or a pipe
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dropmatch.bench.bases import well_based
 from dropmatch.bench.figures import number, share, spread
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import (
@@ -27,7 +28,7 @@ _PAPER_RULES = ("dropmatch", "dropmatch-paper")
 def every_figure(named: Named) -> str:
     """What the rules keep and what it costs the answers; speed only where it was timed."""
     result, name = named
-    rows = result["summary"]
+    rows = well_based(result["summary"])
     has_speed = any(row["over_plain"] or row["over_lossless"] for row in rows)
     has_tasks = len({row["task"] for row in rows}) > 1
     head = ["rule", *(["task"] if has_tasks else []), "tau", "accuracy", "less lossless (95%)", "p", "lossy tokens"]
@@ -63,7 +64,7 @@ def every_figure(named: Named) -> str:
 def pareto(named: Named) -> str:
     """tau against accuracy, the highest tau first, those on the front in bold."""
     result, name = named
-    rows = result["summary"]
+    rows = well_based(result["summary"])
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     rows = sorted((row for row in rows if row["task"] == tasks[0]), key=lambda row: -row["tau"])
     has_speed = any(row["over_lossless"] for row in rows)
@@ -94,16 +95,14 @@ def paper6(files: Sequence[Named]) -> str:
     rows: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     names: dict[tuple[str, int, str], str] = {}  # the file of each cell
     for result, name in files:
-        based = {row["task"] for row in result["summary"] if row["rule"] == "lossless"}
-        for row in result["summary"]:
+        for row in well_based(result["summary"]):
             rule, task, length = row["rule"], row["task"], row["draft_length"]
             if task == "all" or not (rule == "lossless" or rule.split("@")[0] in _PAPER_RULES):
                 continue
             cells = rows.setdefault((rule, length), {})
             if task in cells:
                 raise DataError(f"{name} has {task} too. Give each task in one file.")
-            # older versions set rows against plain decoding where lossless was not run
-            cells[task] = row if task in based else {**row, "accuracy_difference": None, "over_lossless": None}
+            cells[task] = row
             names[rule, length, task] = name
     _check_side_by_side(rows, names)
     if not rows:
@@ -114,11 +113,7 @@ def paper6(files: Sequence[Named]) -> str:
     lines = [
         [
             f"{rule} L={length}",
-            *(
-                text
-                for task in tasks
-                for text in _task_cells(cells, rows.get(("lossless", length), {}), task, has_speed)
-            ),
+            *(text for task in tasks for text in _task_cells(cells, task, has_speed)),
         ]
         for (rule, length), cells in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0] != "lossless"))
     ]
@@ -174,16 +169,13 @@ def _task_titles(task: str, rows: Mapping[Any, Mapping[str, Mapping[str, Any]]],
     return [f"{task} (n={n}): tau", f"{task}: accuracy", *([f"{task}: over lossless"] if has_speed else [])]
 
 
-def _task_cells(
-    cells: Mapping[str, Mapping[str, Any]], lossless: Mapping[str, Any], task: str, has_speed: bool
-) -> list[str]:
-    """lossless: rows of lossless decoding at the same length by task; without one there is no speed to show."""
+def _task_cells(cells: Mapping[str, Mapping[str, Any]], task: str, has_speed: bool) -> list[str]:
     if task not in cells:
         return [""] * (3 if has_speed else 2)
     row = cells[task]
     difference = _difference(row)
     quality = _accuracy(row) + (f" [{difference}]" if difference else "")
-    return [tau(row), quality, *([spread(row["over_lossless"] if task in lossless else None)] if has_speed else [])]
+    return [tau(row), quality, *([spread(row["over_lossless"])] if has_speed else [])]
 
 
 def _published_cells(
