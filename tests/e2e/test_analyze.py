@@ -14,6 +14,7 @@ import dropmatch
 import tiny
 from commands import Command, Done
 from dropmatch.api import Decoder
+from dropmatch.bench import batch
 from dropmatch.bench.analyses import heads as heads_analysis
 from dropmatch.bench.analyses import overhead as overhead_analysis
 from dropmatch.bench.analyses.single_head import Head, HeadAlone, head_tokens
@@ -463,8 +464,19 @@ def test_batch_sets_dropmatch_against_lossless_by_size(
 
     monkeypatch.setattr(Journal, "add", stop_once)
     assert command(*arguments).code == 130
+    write = batch.write_result
+
+    def write_alone(result: Any, output: Path) -> None:
+        """The journal was let go before its run was written, and another run's then removed."""
+        with pytest.raises(ConfigError, match="Another run is writing"):
+            Journal(output, {})
+        write(result, output)
+
+    monkeypatch.setattr(batch, "write_result", write_alone)
     done = command(*arguments)
     assert done.code == 0, done.err
+    assert "b.json.journal (left on 2" in done.err
+    assert "UTC): 5 of 12 runs of a wave." in done.err
     result = _read(tmp_path / "b.json")
     assert [(row["batch"], row["waves"]) for row in result["summary"]] == [(1, 4), (3, 1), (4, 1)]
     for row in result["summary"]:

@@ -214,7 +214,7 @@ def test_a_stopped_bench_goes_on_with_the_part_it_was_in(
             items,
             bench_module.Eagle3Bench([2]),
             CompareSettings(max_new_tokens=6),
-            described={},
+            described={"target": target, "draft": str(head)},
             data=["p"],
             output=tmp_path / "bench.json",
         )
@@ -224,6 +224,21 @@ def test_a_stopped_bench_goes_on_with_the_part_it_was_in(
     assert not (tmp_path / "bench.json").exists()
     run()
     assert calls == ["trees.json", "chain.json", "stopped", "eagle3-other.json", "ngram-own.json", "ngram-other.json"]
+
+
+def test_answers_of_other_trees_are_not_taken_over(
+    target: str, head: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A comparison with a head did not say how large its trees were."""
+    output = tmp_path / "c.json"
+    compare = ("compare", "--target", target, "--draft", str(head), "--data", str(prompts), "--num", "1", "-n", "6")
+    options = ("--rules", "lossless", "--lengths", "2", "--speed-items", "0", "-o", str(output))
+    assert run_cli(monkeypatch, *compare, *options) == 0
+    assert json.loads(output.read_text())["settings"]["tree_tokens"] == 60
+    monkeypatch.setattr("dropmatch.api.TREE_TOKENS", 9)
+    capsys.readouterr()
+    assert run_cli(monkeypatch, *compare, *options) == 2
+    assert "tree_tokens: 60 then, 9 now" in capsys.readouterr().err
 
 
 def test_the_bench_wants_a_head_and_a_lossy_rule(target: str, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.arms import ArmSpec, parse_arms
 from dropmatch.bench.compare import run_compare
-from dropmatch.bench.comparison import read_compare
+from dropmatch.bench.comparison import read_finished
 from dropmatch.bench.journal import describe_difference
 from dropmatch.bench.results import write_result
 from dropmatch.bench.settings import NEWER, CompareSettings, shared_settings
@@ -154,7 +154,7 @@ def _finished(
     """The part's file, where it holds exactly what is asked for."""
     if not path.exists():
         return None
-    result = read_compare(path)
+    result = read_finished(path)
     wanted = {
         **shared_settings(decoder, compare, described),
         "items": [item.id for item in part.items],

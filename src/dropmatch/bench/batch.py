@@ -21,9 +21,11 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.decoding import fingerprint
 from dropmatch.bench.analyses.show import console
+from dropmatch.bench.fields import MAYBE, NUMBER
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import NEWER, weights_of
 from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
@@ -31,6 +33,12 @@ from dropmatch.errors import ConfigError
 from dropmatch.provenance import collect
 
 BASE = "lossless"
+_RUN = {
+    "arm": str,
+    **dict.fromkeys(("batch", "repeat", "wave", "emitted", "rounds", "accepted", "lossy_tokens"), int),
+    **dict.fromkeys(("seconds", "decode_s", "target_s", "judge_s"), NUMBER),
+    "peak_bytes": MAYBE,
+}
 
 
 def check_rule(rule: str) -> None:
@@ -86,9 +94,11 @@ def run_batch(
     prompts = [decoder.encode(item.prompt) for item in items]
     params = SamplingParams(max_new_tokens=max_new_tokens, eos_ids=(), seed=seed)
     work = list(_work(len(items), batches, repeats, arms))
-    with Journal(output, written, restart=restart) as journal:
-        done = {(e["batch"], e["repeat"], e["wave"], e["arm"]) for e in journal.entries if "arm" in e}
-        full = next((e["out_of_memory"] for e in journal.entries if "out_of_memory" in e), None)
+    written |= weights_of(decoder)
+    with Journal(output, written, restart=restart, newer=NEWER) as journal:
+        done = {(e["batch"], e["repeat"], e["wave"], e["arm"]) for e in journal.found("arm", _RUN)}
+        journal.say_taken_over(f"{len(done)} of {len(work)} runs of a wave")
+        full = next((e["out_of_memory"] for e in journal.found("out_of_memory", {"out_of_memory": int})), None)
         warm: set[tuple[int, str]] = set()
         with ProgressMeter("batches", len(work), len(done)) as meter:
             for batch, repeat, wave, arm in work:
@@ -109,15 +119,15 @@ def run_batch(
                     continue
                 journal.add({"batch": batch, "repeat": repeat, "wave": wave, "arm": arm, **entry})
                 meter.advance(note=f"batch {batch}")
-    result = {
-        "kind": "bench-batch",
-        "settings": {**written, "out_of_memory_at": full},
-        "summary": batch_rows([e for e in journal.entries if "arm" in e], rule),
-        "runs": [e for e in journal.entries if "arm" in e],
-        "provenance": provenance,
-    }
-    write_result(result, output)
-    journal.remove()
+        result = {
+            "kind": "bench-batch",
+            "settings": {**written, "out_of_memory_at": full},
+            "summary": batch_rows([e for e in journal.entries if "arm" in e], rule),
+            "runs": [e for e in journal.entries if "arm" in e],
+            "provenance": provenance,
+        }
+        write_result(result, output)
+        journal.remove()
     return result
 
 

@@ -14,10 +14,11 @@ from typing import Any
 from rich.table import Table
 
 from dropmatch.api import Decoder
+from dropmatch.bench.analyses.decoding import fingerprint
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.arms import parse_arms
 from dropmatch.bench.compare import run_compare
-from dropmatch.bench.comparison import read_compare
+from dropmatch.bench.comparison import read_finished
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.results import write_result
 from dropmatch.bench.settings import NEWER, CompareSettings, weights_of
@@ -106,6 +107,7 @@ def run_eagle3(
         "dtype": str(decoder.target.dtype),
         "items": [item.id for item in items],
         "other_items": [item.id for item in other_items],
+        "prompts": fingerprint([*items, *other_items]),
         "max_new_tokens": settings.max_new_tokens,
         "speed_items": settings.speed_items,
         "repeats": settings.repeats,
@@ -115,12 +117,15 @@ def run_eagle3(
     }
     provenance = collect(device=str(decoder.target.device))
     folder = output.with_suffix("")
-    with Journal(output, written, restart=restart, newer=NEWER) as journal:
+    with Journal(output, written, restart=restart, newer=(*NEWER, "prompts")) as journal:
+        done = {entry["part"] for entry in journal.found("part", {"part": str})}
+        if done:
+            journal.say_taken_over(f"the parts {', '.join(sorted(done))}")
         parts: dict[str, dict[str, Any]] = {}
         for name, part in _parts(decoder, drafter, items, other_items, bench, settings).items():
             path = folder / f"{name}.json"
-            if any(entry["part"] == name for entry in journal.entries) and path.exists():
-                parts[name] = read_compare(path)
+            if name in done and path.exists():
+                parts[name] = read_finished(path)
                 continue
             parts[name] = part.run({**described, "part": name}, data, path, restart)
             journal.add({"part": name})

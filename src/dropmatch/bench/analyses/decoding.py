@@ -22,6 +22,7 @@ from dropmatch.errors import ConfigError
 from dropmatch.hf.model import HFModel
 
 TARGET, DRAFT = "target", "draft"
+ANSWER = {"arm": str, "item": str, "text": str, "tokens": list, "finish": str}  # of a journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ def draft_engine(decoder: Decoder, settings: DecodingSettings) -> SpeculativeEng
         decode=lambda ids: decoder.tokenizer.decode(ids, skip_special_tokens=True),
         eos_ids=decoder.eos_ids,
     )
+
+
+def say_answers_taken_over(journal: Journal) -> None:
+    """Tell how many answers of an earlier run are taken over."""
+    journal.say_taken_over(f"{len(journal.found('arm', ANSWER))} answers")
 
 
 def check_single_turn(items: Sequence[Item]) -> None:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.decoding import (
+    ANSWER,
     DRAFT,
     TARGET,
     DecodingSettings,
@@ -28,6 +29,7 @@ from dropmatch.bench.analyses.decoding import (
     draft_engine,
     encode,
     fingerprint,
+    say_answers_taken_over,
     target_engine,
 )
 from dropmatch.bench.analyses.show import console
@@ -36,6 +38,7 @@ from dropmatch.bench.intervals import paired_difference, wilson
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import NEWER, weights_of
 from dropmatch.bench.tasks import Item, score_all
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.engine import Round
@@ -84,27 +87,29 @@ def run_heads_analysis(
         **asdict(settings),
         "items": [item.id for item in items],
         "prompts": fingerprint(items),
+        **weights_of(decoder),
     }
-    with Journal(output, written, restart=restart) as journal:
+    with Journal(output, written, restart=restart, newer=NEWER) as journal:
+        say_answers_taken_over(journal)
         _decode(decoder, items, rates if "accuracy" in parts else (), parts, settings, journal)
         if "votes" in parts:
             _vote(decoder, items, settings, journal)
         if "divergence" in parts:
             _diverge(decoder, items, settings, journal)
-    result: dict[str, Any] = {"kind": "analyze-heads", "settings": written}
-    texts = {(e["arm"], e["item"]): e for e in journal.entries if "arm" in e and e["arm"] != RULE}
-    names = [TARGET, DRAFT, *(Head(path, rate).name for rate in rates for path in range(decoder.dropout.num_paths))]
-    arms = [name for name in names if (name, items[0].id) in texts]  # a drafter without a model has no row
-    if "accuracy" in parts:
-        result["accuracy"] = accuracy_rows(items, arms, texts)
-        result["answers"] = {arm: {item.id: texts[arm, item.id]["text"] for item in items} for arm in arms}
-    if "votes" in parts:
-        result["votes"] = vote_rows([e for e in journal.entries if "votes" in e], decoder.dropout.num_paths)
-    if "divergence" in parts:
-        result["divergence"] = divergence_rows([e for e in journal.entries if "divergence" in e])
-    result["provenance"] = provenance
-    write_result(result, output)
-    journal.remove()
+        result: dict[str, Any] = {"kind": "analyze-heads", "settings": written}
+        texts = {(e["arm"], e["item"]): e for e in journal.entries if "arm" in e and e["arm"] != RULE}
+        names = [TARGET, DRAFT, *(Head(path, rate).name for rate in rates for path in range(decoder.dropout.num_paths))]
+        arms = [name for name in names if (name, items[0].id) in texts]  # a drafter without a model has no row
+        if "accuracy" in parts:
+            result["accuracy"] = accuracy_rows(items, arms, texts)
+            result["answers"] = {arm: {item.id: texts[arm, item.id]["text"] for item in items} for arm in arms}
+        if "votes" in parts:
+            result["votes"] = vote_rows([e for e in journal.entries if "votes" in e], decoder.dropout.num_paths)
+        if "divergence" in parts:
+            result["divergence"] = divergence_rows([e for e in journal.entries if "divergence" in e])
+        result["provenance"] = provenance
+        write_result(result, output)
+        journal.remove()
     return result
 
 
@@ -133,7 +138,7 @@ def _decode(
     """Texts of the target (which votes need too), of the drafter alone, and of every head at every rate."""
     if not {"accuracy", "votes"} & set(parts):
         return
-    done = {(e["arm"], e["item"]) for e in journal.entries if "arm" in e}
+    done = {(e["arm"], e["item"]) for e in journal.found("arm", ANSWER) if e["arm"] != RULE}
     heads = [Head(path, rate) for rate in rates for path in range(decoder.dropout.num_paths)]
     numbered = list(enumerate(items))
     # a prompt's methods stand side by side, so that it is prefilled once for all of them

@@ -13,12 +13,22 @@ from rich.table import Table
 from torch import Tensor
 
 from dropmatch.api import Decoder
-from dropmatch.bench.analyses.decoding import TARGET, DecodingSettings, Job, decode_jobs, fingerprint, target_engine
+from dropmatch.bench.analyses.decoding import (
+    ANSWER,
+    TARGET,
+    DecodingSettings,
+    Job,
+    decode_jobs,
+    fingerprint,
+    say_answers_taken_over,
+    target_engine,
+)
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.analyses.single_head import Head
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
+from dropmatch.bench.settings import NEWER, weights_of
 from dropmatch.bench.tasks import Item
 from dropmatch.hf.encoders import EntailmentModel, SentenceEncoder
 from dropmatch.provenance import collect
@@ -51,46 +61,48 @@ def run_similarity(
         **asdict(settings),
         "items": [item.id for item in items],
         "prompts": fingerprint(items),
+        **weights_of(decoder),
     }
-    with Journal(output, written, restart=restart) as journal:
+    with Journal(output, written, restart=restart, newer=NEWER) as journal:
+        say_answers_taken_over(journal)
         _decode(decoder, items, [Head(path, rate) for rate in rates for path in range(K)], settings, journal)
-    texts = {(e["arm"], e["item"]): e["text"] for e in journal.entries}
-    tokens = {(e["arm"], e["item"]): e["tokens"] for e in journal.entries}
-    rows = []
-    with ProgressMeter("comparing", len(rates)) as meter:
-        for rate in rates:
-            arms = [Head(path, rate).name for path in range(K)]
-            rows.append(
-                {
-                    "p_drop": rate,
-                    **similarities(arms, items, texts, encoder, entailment),
-                    "same_text": _share_equal([[tokens[arm, item.id] for arm in arms] for item in items]),
-                }
-            )
-            meter.advance()
-    result = {
-        "kind": "analyze-similarity",
-        "settings": {
-            **written,
-            "encoder_max_tokens": encoder.max_tokens,
-            "texts_cut": encoder.num_cut,
-            "pairs_cut": None if entailment is None else entailment.num_cut,
-        },
-        "similarity": rows,
-        "answers": {
-            arm: {item.id: texts[arm, item.id] for item in items} for arm in dict.fromkeys(a for a, _ in texts)
-        },
-        "provenance": provenance,
-    }
-    write_result(result, output)
-    journal.remove()
+        texts = {(e["arm"], e["item"]): e["text"] for e in journal.entries}
+        tokens = {(e["arm"], e["item"]): e["tokens"] for e in journal.entries}
+        rows = []
+        with ProgressMeter("comparing", len(rates)) as meter:
+            for rate in rates:
+                arms = [Head(path, rate).name for path in range(K)]
+                rows.append(
+                    {
+                        "p_drop": rate,
+                        **similarities(arms, items, texts, encoder, entailment),
+                        "same_text": _share_equal([[tokens[arm, item.id] for arm in arms] for item in items]),
+                    }
+                )
+                meter.advance()
+        result = {
+            "kind": "analyze-similarity",
+            "settings": {
+                **written,
+                "encoder_max_tokens": encoder.max_tokens,
+                "texts_cut": encoder.num_cut,
+                "pairs_cut": None if entailment is None else entailment.num_cut,
+            },
+            "similarity": rows,
+            "answers": {
+                arm: {item.id: texts[arm, item.id] for item in items} for arm in dict.fromkeys(a for a, _ in texts)
+            },
+            "provenance": provenance,
+        }
+        write_result(result, output)
+        journal.remove()
     return result
 
 
 def _decode(
     decoder: Decoder, items: Sequence[Item], heads: Sequence[Head], settings: DecodingSettings, journal: Journal
 ) -> None:
-    done = {(e["arm"], e["item"]) for e in journal.entries}
+    done = {(e["arm"], e["item"]) for e in journal.found("arm", ANSWER)}
     jobs = [
         job
         for stream, item in enumerate(items)
