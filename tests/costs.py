@@ -9,6 +9,7 @@
     tokens_judged                       drafted tokens that a rule decided about
     positions_asked                     positions at which the K dropout heads were asked
     host_syncs                          times that the host had to wait for a value, had the tensors lain on a GPU
+    host_uploads                        tensors made of the host's own numbers, which would be copied to the GPU
     operations                          operations dispatched, decomposed to those that have a kernel
     bytes_allocated                     bytes of all tensors that operations made (views and in-place results are none)
 
@@ -41,16 +42,18 @@ COUNTS = (
     "tokens_judged",
     "positions_asked",
     "host_syncs",
+    "host_uploads",
     "operations",
     "bytes_allocated",
 )
-OF_TORCH = ("host_syncs", "operations", "bytes_allocated")
+OF_TORCH = ("host_syncs", "host_uploads", "operations", "bytes_allocated")
 """Counts that another version of torch or transformers may change although dropmatch does not."""
 
 _READS = {
     getattr(Tensor, name)
     for name in ("tolist", "numpy", "cpu", "__array__", "__contains__")  # values leave without an operation on a CPU
 }
+_UPLOADS = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor}
 _VALUE_SIZED = {
     aten.nonzero.default,
     aten.nonzero_numpy.default,
@@ -100,16 +103,16 @@ class Meter(TorchDispatchMode):
             self.counts["gathered_rows"] += out.numel() // self._width
 
 
-class _Reads(TorchFunctionMode):
-    """Reads that leave no operation behind where the tensor is on a CPU already."""
+class _Crossings(TorchFunctionMode):
+    """Values that leave or enter tensors without an operation where the tensors are on a CPU already."""
 
     def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
         self.counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            self.counts["host_syncs"] += 1
+        self.counts["host_syncs"] += func in _READS
+        self.counts["host_uploads"] += func in _UPLOADS
         return func(*args, **(kwargs or {}))
 
 
@@ -156,7 +159,7 @@ def counted(head_weight: Tensor, *, target: nn.Module, drafter: nn.Module | None
             if body is not None:
                 handle = body.register_forward_pre_hook(_body_hook(meter.counts, name), with_kwargs=True)
                 stack.callback(handle.remove)
-        stack.enter_context(_Reads(meter.counts))
+        stack.enter_context(_Crossings(meter.counts))
         stack.enter_context(meter)
         yield meter.counts
 

@@ -32,7 +32,7 @@ from dropmatch.hf.model import HFModel
 from toys import ListDrafter, run
 
 FILE = Path(__file__).parents[1] / "costs.json"
-NEW_TOKENS, LENGTH = 12, 4
+NEW_TOKENS, LENGTH = 8, 4
 P_DROP = 0.1
 WRONG_EVERY = 4  # a scripted draft's tokens that are not the target's own
 PROMPTS = [[5, 17, 40, 8, 100], [61, 9, 30, 200, 7, 77, 41], [12, 250], [301, 33, 2, 90, 90, 14]]
@@ -247,6 +247,16 @@ def test_one_more_read_by_the_host_a_round_is_caught(
     assert f"host_syncs grew from {before} to {before + rounds} " in "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    "send", [lambda: torch.tensor([1]), lambda: torch.as_tensor([1.0]), lambda: torch.asarray([1])]
+)
+def test_one_more_tensor_of_the_hosts_numbers_a_round_is_caught(
+    monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any], send: Any
+) -> None:
+    _wrap(monkeypatch, SpeculativeEngine, "_commit", lambda *_: send())
+    assert "host_uploads" in _names(_grown(recorded))
+
+
 def test_a_needless_forward_is_caught(monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any]) -> None:
     _wrap(monkeypatch, SpeculativeEngine, "_emit", lambda engine, tree, *_: engine.target.forward(tree.tokens))
     assert {"target_forwards", "target_tokens", "bytes_allocated"} <= _names(_grown(recorded))
@@ -275,4 +285,4 @@ def test_what_costs_nothing_is_not_counted() -> None:
         x[:, 1]
         x.masked_fill_(x > 100, 0.0)
         x[x > 100] = 0.0
-    assert counts == Counter({"operations": counts["operations"], "bytes_allocated": 2 * 12})  # the two masks
+    assert +counts == Counter({"operations": counts["operations"], "bytes_allocated": 2 * 12})  # the two masks

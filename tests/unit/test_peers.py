@@ -17,6 +17,7 @@ import torch
 
 import dropmatch
 import tiny
+from commands import Command, runner
 from dropmatch.api import Decoder
 from dropmatch.bench.peers import child, race
 from dropmatch.bench.peers.environment import PEERS, ready_environment
@@ -25,6 +26,7 @@ from dropmatch.bench.peers.race import Contestant, contestants, race_rows, run_r
 from dropmatch.bench.tables import table
 from dropmatch.bench.tasks import Item
 from dropmatch.config import SamplingParams
+from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.errors import ConfigError
 from tabled import column, tables
 
@@ -306,6 +308,50 @@ def test_ratios_are_prompt_by_prompt() -> None:
     assert rows["plain"]["over_fastest_peer"]["median"] == pytest.approx(0.375)
     assert rows["plain"]["over_generate"] is None
     assert (rows["slow"]["same_text"], rows["slow"]["first_difference"]) == (0, 2)
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return runner(monkeypatch, capsys)
+
+
+def test_the_command_measures_without_peers_too(command: Command, decoder: Decoder, tmp_path: Path) -> None:
+    record = {"id": "a", "task": "gsm8k", "prompt": "a train travels", "answer": "4"}
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(record) + "\n")
+    assert isinstance(decoder.drafter, DraftModelDrafter)
+    models = ("--target", decoder.target.model.name_or_path, "--draft", decoder.drafter.model.model.name_or_path)
+    arguments = ("--data", tmp_path / "gsm8k.jsonl", "--num", "1", "-n", "4", "--lengths", "2", "--peers", "none")
+    done = command("bench", "peers", *models, *arguments, "-o", tmp_path / "r.json")
+    assert done.code == 0, done.err
+    assert "lossless L=2" in done.out
+    assert [row["same_text"] for row in json.loads((tmp_path / "r.json").read_text())["summary"]] == [1, 1]
+
+
+def test_a_peer_that_cannot_be_prepared_ends_the_preparation(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = {"flashspec": "flashspec==0.3.1 could not be installed: no network"}
+    monkeypatch.setattr("dropmatch.bench.peers.environment.ready_environment", lambda peers: (Path("python"), reason))
+    done = command("bench", "peers", "--prepare", "--peers", "economize,flashspec")
+    assert done.code == 1
+    assert "flashspec==0.3.1 could not be installed: no network" in done.err
+    done = command("bench", "peers", "--prepare", "--peers", "transformers")
+    assert done.code == 2
+    assert "names none of economize, flashspec" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "x", "--peers", "flashpeck"), "Unknown peer 'flashpeck'. Did you mean 'flashspec'?"),
+        ((), "Name a file with --data"),
+    ],
+)
+def test_bad_options_are_refused(command: Command, arguments: tuple[str, ...], message: str) -> None:
+    done = command("bench", "peers", *arguments)
+    assert done.code == 2
+    assert message in done.err
 
 
 # -- the real ones --------------------------------------------------------------------------------------------------
