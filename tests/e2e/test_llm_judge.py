@@ -434,6 +434,19 @@ def test_the_address_may_be_the_whole_one() -> None:
 # -- going on -------------------------------------------------------------------------------------------------------
 
 
+def test_replies_that_a_run_does_not_ask_for_are_kept(tmp_path: Path) -> None:
+    """They were paid for, and dropped from the file."""
+    results = two_arms(tmp_path / "compare.json")
+    both: Script = lambda question, _: Response(pick(question)) if "assistant B" in question else rating_of(question)  # noqa: E731
+    with serve(both) as server:
+        first = judge(results, server.url, against="lossless L=5")
+        asked = len(server.seen)
+        judge(results, server.url)
+        again = judge(results, server.url, against="lossless L=5")
+        assert len(server.seen) == asked
+    assert again["summary"] == first["summary"]
+
+
 def test_a_finished_file_lends_its_replies_to_more_questions(tmp_path: Path) -> None:
     results = two_arms(tmp_path / "compare.json")
     both: Script = lambda question, _: Response(pick(question)) if "assistant B" in question else rating_of(question)  # noqa: E731

@@ -92,8 +92,8 @@ def judge_results(
 
     data: the items with their category and references. Each reply goes to a journal beside the output at once, so that
     a run that is stopped, or that left questions without a reply, goes on from there; replies of a finished output of
-    the same judge are taken over too. Equal questions are asked once. restart: take nothing over.
-    Raises ConfigError, DataError, EndpointError.
+    the same judge are taken over too, and stay though this run does not ask for them. Equal questions are asked once.
+    restart: take nothing over. Raises ConfigError, DataError, EndpointError.
     """
     if not settings.grade and settings.against is None:
         raise ConfigError("There is nothing to judge: ask for ratings, or name a method to compare with.")
@@ -151,7 +151,7 @@ def judge_results(
             "summary": summarize_judged(arms, subjects),
             "questions": len(questions),
             "unanswered": dict(failures),
-            "replies": {key: replies[key] for key in questions if key in replies},
+            "replies": {**{key: replies[key] for key in questions if key in replies}, **replies},
             "provenance": provenance,
         }
         write_result(result, output)
