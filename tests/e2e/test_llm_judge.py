@@ -141,6 +141,21 @@ def test_references_go_to_mathematics_reasoning_and_coding_alone(tmp_path: Path)
     assert result["summary"][0]["score_by_category"] == {"math": 4.0, "writing": 6.5}
 
 
+def test_a_reference_may_be_one_text_and_meta_may_be_anything(tmp_path: Path) -> None:
+    """A text was taken apart into letters, and meta that is no object was an error of Python."""
+    metas = ({"category": "math", "reference": "REF 1"}, ["some", "words"])
+    rows = [
+        {"id": f"mt_bench/{i}", "task": "mt_bench", "turns": TURNS, "meta": meta} for i, meta in enumerate(metas, 1)
+    ]
+    data = tmp_path / "mt_bench.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serve(by_rating) as server:
+        judge(two_arms(tmp_path / "compare.json"), server.url, items=load_items(data), concurrency=1)
+    asked = [body["messages"][1]["content"] for body in server.seen]
+    assert "<reference answer>\nREF 1\n</reference answer>" in asked[0]
+    assert not any("reference answer" in text for text in asked[1:])
+
+
 def test_data_of_other_items_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "other.jsonl"
     data.write_text(json.dumps({"id": "mt_bench/99", "task": "mt_bench", "turns": TURNS}) + "\n")

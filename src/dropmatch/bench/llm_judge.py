@@ -397,9 +397,12 @@ def _subjects(compared: Mapping[str, Any], data: Iterable[Item]) -> dict[str, Su
     records = {item.id: item.record for item in data}
     subjects = {}
     for item, prompt in compared["prompts"].items():
-        meta = records.get(item, {}).get("meta", {})
+        given = records.get(item, {}).get("meta")
+        meta = given if isinstance(given, dict) else {}
         category = meta.get("category")
         references = meta.get("gpt4_reference") or meta.get("reference") or ()
+        if isinstance(references, str):  # of one turn
+            references = (references,)
         if category not in REFERENCE_CATEGORIES:
             references = ()
         subjects[item] = Subject(item, prompt["task"], tuple(prompt["turns"]), category, tuple(references))
