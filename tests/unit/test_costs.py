@@ -31,6 +31,7 @@ from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.hf.model import HFModel
 from toys import ListDrafter, run
 
+Counts = dict[str, dict[str, int]]  # by case
 FILE = Path(__file__).parents[1] / "costs.json"
 NEW_TOKENS, LENGTH = 8, 4
 P_DROP = 0.1
@@ -133,33 +134,31 @@ def versions() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, int]]:
+def found() -> Counts:
     return {case.name: measure(case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
-def recorded(request: pytest.FixtureRequest, found: dict[str, dict[str, int]]) -> dict[str, Any]:
+def recorded(request: pytest.FixtureRequest, found: Counts) -> dict[str, Any]:
     """What was recorded; recorded anew first where --renew-costs asks for it."""
     if request.config.getoption("--renew-costs"):
         FILE.write_text(json.dumps({"versions": versions(), "counts": found}, indent=1) + "\n", encoding="utf-8")
     return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
-def _without(names: Sequence[str], counts: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+def _without(names: Sequence[str], counts: Counts) -> Counts:
     return {case: {k: n for k, n in each.items() if k not in names} for case, each in counts.items()}
 
 
 ADVICE = "\nIf this is meant, record it: scripts/test tests/unit/test_costs.py --renew-costs"
 
 
-def test_no_more_work_is_done_than_recorded(recorded: dict[str, Any], found: dict[str, dict[str, int]]) -> None:
+def test_no_more_work_is_done_than_recorded(recorded: dict[str, Any], found: Counts) -> None:
     lines = differences(_without(OF_TORCH, recorded["counts"]), _without(OF_TORCH, found))
     assert not lines, "\n".join(lines) + ADVICE
 
 
-def test_no_more_syncs_operations_or_bytes_are_spent_than_recorded(
-    recorded: dict[str, Any], found: dict[str, dict[str, int]]
-) -> None:
+def test_no_more_syncs_operations_or_bytes_are_spent_than_recorded(recorded: dict[str, Any], found: Counts) -> None:
     if recorded["versions"] != versions():
         pytest.skip(f"recorded with {recorded['versions']}, and these are {versions()}")
     lines = differences(recorded["counts"], found)
@@ -181,7 +180,7 @@ def test_decisions_do_not_hang_on_rounding() -> None:
         assert rounds[0] == rounds[1], case.name
 
 
-def test_counts_agree_with_what_is_known_beforehand(found: dict[str, dict[str, int]]) -> None:
+def test_counts_agree_with_what_is_known_beforehand(found: Counts) -> None:
     plain = found["plain, batch 1"]
     assert plain["target_forwards"] == NEW_TOKENS + 1  # one of them the prefill
     assert plain["target_tokens"] == len(PROMPTS[0]) - 1 + NEW_TOKENS
@@ -203,9 +202,9 @@ def test_counts_agree_with_what_is_known_beforehand(found: dict[str, dict[str, i
 DROPMATCH = next(case for case in CASES if case.name == "dropmatch, batch 1")
 
 
-def _grown(recorded: dict[str, Any]) -> list[str]:
-    expected = {DROPMATCH.name: recorded["counts"][DROPMATCH.name]}
-    return differences(expected, {DROPMATCH.name: measure(DROPMATCH)})
+def _grown(found: Counts) -> list[str]:
+    """What a change costs over the counts without it."""
+    return differences({DROPMATCH.name: found[DROPMATCH.name]}, {DROPMATCH.name: measure(DROPMATCH)})
 
 
 def _wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: Any) -> None:
@@ -236,14 +235,12 @@ def _names(lines: Sequence[str]) -> set[str]:
     ],
     ids=["item", "tolist", "bool", "cpu", "boolean index", "nonzero", "unique"],
 )
-def test_one_more_read_by_the_host_a_round_is_caught(
-    monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any], read: Any
-) -> None:
+def test_one_more_read_by_the_host_a_round_is_caught(monkeypatch: pytest.MonkeyPatch, found: Counts, read: Any) -> None:
     _wrap(monkeypatch, SpeculativeEngine, "_commit", lambda engine, tree, *_: read(tree.tokens))
-    lines = _grown(recorded)
+    lines = _grown(found)
     assert "host_syncs" in _names(lines)
-    rounds = recorded["counts"][DROPMATCH.name]["target_forwards"] - 1
-    before = recorded["counts"][DROPMATCH.name]["host_syncs"]
+    rounds = found[DROPMATCH.name]["target_forwards"] - 1
+    before = found[DROPMATCH.name]["host_syncs"]
     assert f"host_syncs grew from {before} to {before + rounds} " in "\n".join(lines)
 
 
@@ -251,30 +248,30 @@ def test_one_more_read_by_the_host_a_round_is_caught(
     "send", [lambda: torch.tensor([1]), lambda: torch.as_tensor([1.0]), lambda: torch.asarray([1])]
 )
 def test_one_more_tensor_of_the_hosts_numbers_a_round_is_caught(
-    monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any], send: Any
+    monkeypatch: pytest.MonkeyPatch, found: Counts, send: Any
 ) -> None:
     _wrap(monkeypatch, SpeculativeEngine, "_commit", lambda *_: send())
-    assert "host_uploads" in _names(_grown(recorded))
+    assert "host_uploads" in _names(_grown(found))
 
 
-def test_a_needless_forward_is_caught(monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any]) -> None:
+def test_a_needless_forward_is_caught(monkeypatch: pytest.MonkeyPatch, found: Counts) -> None:
     _wrap(monkeypatch, SpeculativeEngine, "_emit", lambda engine, tree, *_: engine.target.forward(tree.tokens))
-    assert {"target_forwards", "target_tokens", "bytes_allocated"} <= _names(_grown(recorded))
+    assert {"target_forwards", "target_tokens", "bytes_allocated"} <= _names(_grown(found))
 
 
-def test_heads_that_are_asked_twice_are_caught(monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any]) -> None:
+def test_heads_that_are_asked_twice_are_caught(monkeypatch: pytest.MonkeyPatch, found: Counts) -> None:
     def again(head: MCDropoutHead, hidden: torch.Tensor, keys: torch.Tensor) -> None:
         head.keyed_logits(hidden, keys)
 
     _wrap(monkeypatch, MCDropoutHead, "__call__", again)
-    names = _names(_grown(recorded))
+    names = _names(_grown(found))
     assert {"head_rows", "operations"} <= names
     assert "positions_asked" not in names
 
 
-def test_a_needless_copy_is_caught(monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Any]) -> None:
+def test_a_needless_copy_is_caught(monkeypatch: pytest.MonkeyPatch, found: Counts) -> None:
     _wrap(monkeypatch, SpeculativeEngine, "_emit", lambda engine, tree, v, verdict: v.target_logits.clone())
-    names = _names(_grown(recorded))
+    names = _names(_grown(found))
     assert names == {"operations", "bytes_allocated"}
 
 

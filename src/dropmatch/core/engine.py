@@ -333,6 +333,8 @@ class SpeculativeEngine:
     ) -> dict[tuple[int, int], tuple[int, float, float]]:
         """Kept tokens that are not the target's own, as {(row, place): (target's token, probability, its best)}."""
         B, N = tree.tokens.shape
+        if N == 1:  # nothing was drafted
+            return {}
         on_path = torch.zeros(B, N, dtype=torch.bool, device=tree.tokens.device)
         on_path.scatter_(1, verdict.path, True)
         lossy = on_path & ~v.is_exact & (tree.depth > 0) & (verdict.reason != int(Reason.RATIO))
@@ -340,11 +342,9 @@ class SpeculativeEngine:
         b, n = lossy.nonzero(as_tuple=True)
         plain = v.plain_token[b, v.parent[b, n]]
         place = tree.depth[b, n] - 1
-        columns = (b, place, plain, prob[b, n], best[b, n])
-        return {
-            (row, at): (token, p, p_best)
-            for row, at, token, p, p_best in zip(*(column.tolist() for column in columns), strict=True)
-        }
+        # one transfer: float32 holds any token id
+        columns = torch.stack([column.float() for column in (b, place, plain, prob[b, n], best[b, n])], dim=-1)
+        return {(int(row), int(at)): (int(token), p, p_best) for row, at, token, p, p_best in columns.tolist()}
 
     def _logprobs(self, v: Verification, verdict: Verdict, tokens: Tensor) -> list[list[float]]:
         B, _ = tokens.shape
