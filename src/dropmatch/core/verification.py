@@ -143,10 +143,9 @@ class Verification:
             self.target_logits.reshape(B * N, -1), self._row, self.positions.reshape(-1), Purpose.GUMBEL
         ).view(B, N)
         has_distribution = tree.child_logits is not None
-        self._can_shortlist = torch.tensor(
-            [head.can_shortlist and row.can_shortlist(has_distribution=has_distribution) for row in sampling.rows],
-            device=device,
-        )
+        self._can_shortlist = [
+            head.can_shortlist and row.can_shortlist(has_distribution=has_distribution) for row in sampling.rows
+        ]
         self.parent = tree.parents.clamp(min=0)
         self.is_exact = tree.tokens == self.plain_token.gather(-1, self.parent)  # [B, N], of each drafted token
         self._ensemble: NodeEnsemble | None = None
@@ -226,7 +225,6 @@ class Verification:
         settings alone, so that it does not depend on its batch mates. flat: [M] row * N + node."""
         has_distribution = self.tree.child_logits is not None
         keep_centroid = self._with_centroid_prob or (self._with_js and not has_distribution)
-        listed = self._can_shortlist[row]
 
         def in_full(row: Tensor, node: Tensor, flat: Tensor) -> HeadEnsemble:
             return self.head(
@@ -239,15 +237,24 @@ class Verification:
                 keep_centroid=keep_centroid,
             )
 
+        def about_shortlist(row: Tensor, node: Tensor) -> HeadEnsemble:
+            return self.head.ask_shortlist(
+                self.hidden[row, node],
+                self._mask_keys(row, node),
+                self.target_logits[row, node],
+                self.draft_log_probs(row, node) if self._with_js and has_distribution else None,
+                with_js=self._with_js,
+            )
+
+        # what the host knows of the whole batch needs no reading back
+        if not any(self._can_shortlist):
+            return in_full(row, node, flat)
+        if all(self._can_shortlist):
+            return about_shortlist(row, node)
+        listed = torch.tensor(self._can_shortlist, device=row.device)[row]
         if not bool(listed.any()):
             return in_full(row, node, flat)
-        short = self.head.ask_shortlist(
-            self.hidden[row[listed], node[listed]],
-            self._mask_keys(row[listed], node[listed]),
-            self.target_logits[row[listed], node[listed]],
-            self.draft_log_probs(row[listed], node[listed]) if self._with_js and has_distribution else None,
-            with_js=self._with_js,
-        )
+        short = about_shortlist(row[listed], node[listed])
         if bool(listed.all()):
             return short
         return merge(listed, short, in_full(row[~listed], node[~listed], flat[~listed]))
