@@ -222,6 +222,15 @@ def test_a_run_out_of_time_says_what_is_missing_and_can_be_drawn(scaling: Comman
     assert "0 pictures" in done.err
 
 
+def test_drafts_without_a_model_cost_no_weights(scaling: Command, tmp_path: Path) -> None:
+    none = [part for name in ("vocabularies", "paths", "lengths", "batches") for part in (f"--{name}", "none")]
+    done = scaling("--draft", "ngram", "--contexts", "8", *none, "--repeats", "1")
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert len({row["bytes_a_step"] for row in rows}) == 1
+    assert scaling("--draft", "random", "--contexts", "8", *none).code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

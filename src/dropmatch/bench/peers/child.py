@@ -6,7 +6,7 @@ One JSON object a line. Requests come on standard input, answers go to what was 
 whatever the peer prints goes to standard error.
 
     {"target", "draft", "dtype", "device", "threads"}  ->  {"versions": {package: version}}
-    {"ids": [...], "max_new_tokens": n, "length": L}   ->  {"tokens": [...], "seconds": s}
+    {"ids": [...], "max_new_tokens": n, "length": L}   ->  {"tokens": [...]}
 
 length: drafted tokens a round, null for what the peer does by default. Each peer generates exactly n tokens, greedily,
 EOS ignored. A request that fails is answered {"error": "..."}, and the process ends.
@@ -18,7 +18,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,9 +91,7 @@ def _serve(peer: str, answer: Callable[[dict[str, Any]], None]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         ids = torch.tensor([request["ids"]], device=device)
-        started = time.perf_counter()
-        tokens = run(ids, request["max_new_tokens"], request["length"]).tolist()  # the read waits for a GPU
-        answer({"tokens": tokens, "seconds": time.perf_counter() - started})
+        answer({"tokens": run(ids, request["max_new_tokens"], request["length"]).tolist()})
 
 
 def main() -> None:

@@ -51,13 +51,14 @@ class PeerProcess:
             self.close()
             raise
 
-    def generate(self, ids: Sequence[int], max_new_tokens: int, length: int | None) -> tuple[list[int], float]:
-        """New token ids, and the seconds that the peer took by its own clock. Raises PeerError, also where the number
-        of tokens is not what was asked for: speeds could not be compared."""
-        answer = self._ask({"ids": list(ids), "max_new_tokens": max_new_tokens, "length": length}, "tokens", "seconds")
-        if len(answer["tokens"]) != max_new_tokens:
-            raise PeerError(f"{self.name} gave {len(answer['tokens'])} tokens, and {max_new_tokens} were asked for.")
-        return answer["tokens"], answer["seconds"]
+    def generate(self, ids: Sequence[int], max_new_tokens: int, length: int | None) -> list[int]:
+        """New token ids. Raises PeerError, also where their number is not what was asked for: speeds could not be
+        compared."""
+        tokens = self._ask({"ids": list(ids), "max_new_tokens": max_new_tokens, "length": length}, "tokens")["tokens"]
+        if not isinstance(tokens, list) or len(tokens) != max_new_tokens:
+            count = len(tokens) if isinstance(tokens, list) else "no"
+            raise PeerError(f"{self.name} gave {count} tokens, and {max_new_tokens} were asked for.")
+        return tokens
 
     def close(self) -> None:
         """End the process."""
@@ -86,7 +87,8 @@ class PeerProcess:
             self._lines.put(line)
         self._lines.put("")  # no more will come
 
-    def _ask(self, request: Mapping[str, Any], *fields: str) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """The answer to a request, which must have a field. Raises PeerError."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended: its answer, or its end, says why
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -104,7 +106,7 @@ class PeerProcess:
             answer = None
         if isinstance(answer, dict) and "error" in answer:
             raise PeerError(f"{self.name} failed: {str(answer['error'])[:_SHOWN]}")
-        if not isinstance(answer, dict) or not all(field in answer for field in fields):
+        if not isinstance(answer, dict) or field not in answer:
             raise PeerError(f"{self.name} gave {line[:_SHOWN]!r} in place of an answer.")
         return answer
 

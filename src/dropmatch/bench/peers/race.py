@@ -155,7 +155,7 @@ def _leaving_out(reasons: dict[str, str], peer: str) -> Iterator[None]:
 
 def _peer_way(process: PeerProcess, peer: Contestant, length: int | None) -> Way:
     def run(ids: list[int], num_new: int) -> tuple[list[int], EngineStats | None]:
-        return process.generate(ids, num_new, length)[0], None
+        return process.generate(ids, num_new, length), None
 
     return Way(peer.label(length), run)
 
