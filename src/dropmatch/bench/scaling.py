@@ -102,9 +102,10 @@ def run_scaling(
     """Measure all points and write the results file. Returns what was written.
 
     text: what the prompts are cut from, None for a built-in one, repeated as often as needed. minutes: begin no further
-    timing after so long; points without any are named in the file. bandwidth_bytes: of the block read to measure the
+    timing so long after the models were loaded; points without any are named in the file. bandwidth_bytes: of the block read to measure the
     bandwidth, None for the usual. A stopped run goes on where it was.
     """
+    started = time.monotonic()
     provenance = collect(device=str(decoder.target.device))
     bench = _Bench(decoder, ladder, text or PROBE_TEXT, max_new_tokens)
     work = [(repeat, *each) for repeat in range(repeats) for each in ladder.points()]
@@ -121,7 +122,6 @@ def run_scaling(
         "text": "built in" if text is None else "given",
     }
     bandwidth = read_bandwidth(decoder.target.device, num_bytes=bandwidth_bytes)
-    started = time.monotonic()
     with Journal(output, written, restart=restart) as journal:
         done = {(entry["repeat"], entry["axis"], entry["value"], entry["way"]) for entry in journal.entries}
         with ProgressMeter("timings", len(work), len(done)) as meter:
