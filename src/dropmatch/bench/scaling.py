@@ -102,8 +102,8 @@ def run_scaling(
     """Measure all points and write the results file. Returns what was written.
 
     text: what the prompts are cut from, None for a built-in one, repeated as often as needed. minutes: begin no further
-    timing so long after the models were loaded; points without any are named in the file. bandwidth_bytes: of the block read to measure the
-    bandwidth, None for the usual. A stopped run goes on where it was.
+    timing so long after the models were loaded; points without any are named in the file. bandwidth_bytes: of the block
+    read to measure the bandwidth, None for the usual. A stopped run goes on where it was.
     """
     started = time.monotonic()
     provenance = collect(device=str(decoder.target.device))
