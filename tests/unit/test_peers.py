@@ -163,7 +163,9 @@ def test_peers_are_installed_once_at_their_pinned_versions(tmp_path: Path) -> No
 def test_the_environment_sees_our_torch_and_takes_no_other(tmp_path: Path, packages: Path) -> None:
     ready_environment(["flashspec"], folder=tmp_path / "venv", install=lambda command: None)
     assert sysconfig.get_path("purelib") in (packages / "dropmatch-shared.pth").read_text().splitlines()
-    assert f"torch=={torch.__version__}\n" in (tmp_path / "venv" / "shared.txt").read_text()
+    constraints = (tmp_path / "venv" / "constraints.txt").read_text().splitlines()
+    assert f"torch=={torch.__version__}" in constraints
+    assert all("==" in line for line in constraints)
 
 
 @pytest.mark.usefixtures("packages")

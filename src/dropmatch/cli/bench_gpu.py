@@ -24,7 +24,7 @@ def bench_gpu(
 ) -> None:
     """Head and rule at the sizes of a 70B model, naive and ours, beside the plain head; then a model end to end.
 
-    Takes under four minutes on a GPU with 16 GiB. Without one it ends with exit code 3; `--device cpu --small` runs
+    Sized for under four minutes on a GPU with 16 GiB. Without one it ends with exit code 3; `--device cpu --small` runs
     the same program anywhere."""
     import torch
 

@@ -14,6 +14,7 @@ import sysconfig
 import venv
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ PEERS = {"economize": "0.3.2", "flashspec": "0.3.1"}
 """Packages on PyPI that can be measured, with the version that `child` was written for."""
 ENVIRONMENT_VARIABLE = "DROPMATCH_PEERS_VENV"
 _SHARED = ("torch", "transformers")  # never installed here, so that a peer cannot bring another version
+_PINNED = ("pydantic==2.14.4",)  # what a peer needs beside what dropmatch brings
 
 Install = Callable[[Sequence[str]], str | None]
 """A command line -> None, or why it failed."""
@@ -61,7 +63,7 @@ def ready_environment(
                 if stamp["installed"].get(peer) == PEERS[peer]:
                     continue
                 command = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
-                failure = install([*command, "--constraint", str(folder / "shared.txt"), pinned])
+                failure = install([*command, "--constraint", str(folder / "constraints.txt"), pinned])
                 if failure is not None:
                     failures[peer] = f"{pinned} could not be installed: {failure}"
                     continue
@@ -77,12 +79,17 @@ def ready_environment(
 
 def _base() -> list[str]:
     """What the environment was made for: this interpreter, where its packages lie, and the versions shared."""
-    return [sys.version, *_own_packages(), *(f"{name}=={version(name)}" for name in _SHARED)]
+    return [sys.version, *_own_packages(), *(f"{name}=={version(name)}" for name in _SHARED), *_PINNED]
 
 
 def _own_packages() -> list[str]:
-    """Folders of this interpreter's packages."""
-    return list(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+    """Folders of this interpreter's packages, and of the shared ones where they lie elsewhere (in a user's folder)."""
+    folders = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    for name in _SHARED:
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            folders.append(str(Path(spec.origin).parents[1]))
+    return list(dict.fromkeys(folders))
 
 
 def _read_stamp(folder: Path) -> dict[str, Any]:
@@ -99,8 +106,8 @@ def _make(folder: Path) -> None:
     paths = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "nt_venv" if os.name == "nt" else "posix_venv", paths))
     (packages / "dropmatch-shared.pth").write_text("\n".join(_own_packages()) + "\n", encoding="utf-8")
-    constraints = "".join(f"{name}=={version(name)}\n" for name in _SHARED)
-    (folder / "shared.txt").write_text(constraints, encoding="utf-8")
+    constraints = [*(f"{name}=={version(name)}" for name in _SHARED), *_PINNED]
+    (folder / "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
 
 
 def _run_pip(command: Sequence[str]) -> str | None:
