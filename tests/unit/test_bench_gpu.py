@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from commands import Command, runner
 from dropmatch.bench.analyses.chain import judge_chain
 from dropmatch.bench.bandwidth import read_bandwidth
-from dropmatch.bench.gpu import NAIVE, PLAIN, SMALL, RandomHead, gpu_rows, naive_verdict
+from dropmatch.bench.gpu import NAIVE, ONE_OPEN, PLAIN, SMALL, RandomHead, _ways, gpu_rows, naive_verdict
 from dropmatch.bench.tables import table
 from dropmatch.config import DropoutConfig
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.head import MCDropoutHead
+from dropmatch.core.reasons import Reason
 from dropmatch.ops.random import dropout_masks
 from tabled import column, tables
 
@@ -51,6 +52,18 @@ def test_the_small_run_measures_all_that_the_large_one_does(command: Command, tm
     assert len(column(heads, "ms")) == 18
     assert column(model, "tau")[0] == "1.00"
     assert "hidden size 64" in text
+
+
+@pytest.mark.parametrize("q", SMALL.inputs)
+def test_every_way_has_the_worst_round_to_judge(q: int) -> None:
+    """Drafts that Eq. 6 kept left Eq. 7 unasked, which in closed form is the dearer half."""
+    ways = _ways(CPU, SMALL, q)
+    for name in ("lossless", "heads with JS (Eq. 6, 7)", "shortlist with JS", "closed form of Eq. 6, 7"):
+        codes = ways[name]()
+        assert codes.shape == (1, q + 1)
+        assert not ((codes == Reason.JS) | (codes == Reason.EXPECTED_JS) | (codes == Reason.EXACT)).any(), name
+    for name, *_ in ONE_OPEN:
+        assert int((ways[name]() == Reason.EXACT).sum()) == q - 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -157,9 +157,8 @@ def _ways(device: torch.device, shapes: Shapes, q: int) -> dict[str, Callable[[]
     head = RandomHead(shapes, device)
     hidden = torch.randn(1, q, shapes.hidden_size, device=device, dtype=head.weight.dtype)
     logits = head(hidden)
-    draft_logits = torch.cat([logits, logits[:, -1:]], dim=1) + 0.1 * torch.randn(
-        1, q + 1, shapes.vocabulary, device=device, dtype=logits.dtype
-    )
+    # each draft has another position's distribution, which Eq. 6 refuses, so that Eq. 7 is asked everywhere too
+    draft_logits = torch.cat([logits, logits[:, -1:]], dim=1).roll(1, dims=1)
     own = logits[0].argmax(-1).tolist()
     strange = [(token + 1) % shapes.vocabulary for token in own]  # no node settles itself
     one_open = [*own[: q // 2], strange[q // 2], *own[q // 2 + 1 :]]
