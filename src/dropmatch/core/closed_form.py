@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NUM_RIVALS = 32  # tokens that the drafted one must beat
 _NUM_TOKENS = 64  # likeliest tokens that the divergence is computed over
 _NUM_LEADERS = 4  # tokens that the drafted one is compared with for the likeliest head token
-_BLOCK = 64  # positions done at once
+_BLOCK = 16  # positions done at once
 _LOWEST = -1e30  # stands for a masked score: finite, so that differences are no NaN
 
 
@@ -76,9 +76,8 @@ class ExpectedMajority(_ExpectedRule):
     def judge(self, v: Verification, ask: Tensor) -> Tensor:
         def is_kept(b: Tensor, n: Tensor) -> Tensor:
             contest = _Contest(v, b, n)
-            own = contest.chance(0)
-            best = torch.stack([contest.chance(i) for i in range(1, 1 + contest.num_leaders)]).amax(0)
-            return own > best
+            chances = contest.chances(1 + contest.num_leaders)
+            return chances[:, 0] > chances[:, 1:].amax(-1)
 
         return _judge(v, ask, Reason.EXPECTED_MAJORITY, is_kept)
 
@@ -136,16 +135,19 @@ class _Contest:
         self.num_leaders = min(_NUM_LEADERS, num_rivals)
         self._scores, self._products, self._p_drop = scores, products * slope[..., None], v.head.p_drop
 
-    def chance(self, index: int) -> Tensor:
-        """Chance [M] that one head produces the token at this place of the list."""
-        others = [i for i in range(self._scores.shape[-1]) if i != index]
-        margin = self._scores[:, index, None] - self._scores[:, others]
-        return win_chance(margin, self._products[:, index, None] - self._products[:, others], self._p_drop)
+    def chances(self, count: int) -> Tensor:
+        """Chance [M, count] that one head produces each of the first tokens of the list. All at once, since the chance
+        of one token is a long row of small operations."""
+        device = self._scores.device
+        place = torch.arange(self._scores.shape[-1] - 1, device=device)
+        others = place + (place >= torch.arange(count, device=device)[:, None])  # [count, R] all places but its own
+        margin = self._scores[:, :count, None] - self._scores[:, others]
+        return win_chance(margin, self._products[:, :count, None] - self._products[:, others], self._p_drop)
 
 
 def head_chance(v: Verification, b: Tensor, n: Tensor) -> Tensor:
     """Chance that one dropout head produces the drafted token at (b, n) [M]. Returns [M]."""
-    return _Contest(v, b, n).chance(0)
+    return _Contest(v, b, n).chances(1)[:, 0]
 
 
 def _is_bare(v: Verification, b: Tensor) -> Tensor:
