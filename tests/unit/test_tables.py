@@ -771,7 +771,15 @@ def test_drafters_far_from_their_text_stand_beside_the_papers(eagle3: Result, tm
 
 
 def test_vllm_arms_are_set_against_stock(tmp_path: Path) -> None:
-    arm: Result = {"arm": "stock", "n": 2, "tau": None, "tokens": 40, "tokens_per_second": 20.0, "over_stock": 1.0}
+    arm: Result = {
+        "arm": "stock",
+        "n": 2,
+        "tau": None,
+        "tokens": 40,
+        "tokens_per_second": 20.0,
+        "over_stock": 1.0,
+        "cut_off": 0,
+    }
     arm |= dict.fromkeys(("lossy_tokens", "accuracy", "accuracy_low", "accuracy_high", "gained", "lost", "p_value"))
     lossy = {**arm, "arm": "dropmatch", "tau": 4.5, "over_stock": 1.25, "lossy_tokens": 3.0, "gained": 1, "lost": 2}
     lossy |= {"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75, "p_value": 1.0}
@@ -785,8 +793,8 @@ def test_vllm_arms_are_set_against_stock(tmp_path: Path) -> None:
     text = shown({**result, "provenance": {**PROVENANCE, "vllm": "0.32"}}, tmp_path)
     (shown_table,) = tables(text)
     assert shown_table[1:] == [
-        ["stock", "", "20.0", "1.00x", "", "", "", ""],
-        ["dropmatch", "4.50", "20.0", "1.25x", "50.0 (25.0 to 75.0)", "1, 2", "1", "3 of 40"],
+        ["stock", "", "20.0", "1.00x", "", "", "", "0", ""],
+        ["dropmatch", "4.50", "20.0", "1.25x", "50.0 (25.0 to 75.0)", "1, 2", "1", "0", "3 of 40"],
     ]
     assert (
         "`big` with `small`, 5 drafted tokens a round, dtype=bfloat16; DropMatch with k=5; rule=head; vLLM 0.32" in text

@@ -33,12 +33,13 @@ STOCK, FLY = "stock", "fly"
 
 @dataclass(frozen=True, slots=True)
 class ArmJob:
-    """What a child process is asked to measure. engine: keyword arguments of vllm.LLM; prompts: user turns."""
+    """What a child process is asked to measure. engine: keyword arguments of vllm.LLM; of each prompt, which is a user
+    turn: what stops the answer, and its most tokens."""
 
     engine: dict[str, Any]
     prompts: tuple[str, ...]
     stops: tuple[tuple[str, ...], ...]
-    max_new_tokens: int
+    max_new_tokens: tuple[int, ...]
     repeats: int
 
 
@@ -49,14 +50,15 @@ def run_vllm(
     speculative: Mapping[str, Any],
     dropmatch: Sequence[Mapping[str, Any]],
     engine: Mapping[str, Any],
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     repeats: int,
     output: Path,
 ) -> dict[str, Any]:
     """Measure all arms, write the results file and return it.
 
     target, and the model in speculative: as vLLM takes it, or the name of a packaged model. dropmatch: the plugin's
-    settings, one arm each. Raises ConfigError where vLLM is missing, an arm stands twice, or settings are not allowed.
+    settings, one arm each. max_new_tokens: None is each task's own. Raises ConfigError where vLLM is missing, an arm
+    stands twice, or settings are not allowed.
     """
     arms = _arms(target, speculative, dropmatch, engine)
     if any(len(item.turns) != 1 for item in items):
@@ -67,7 +69,7 @@ def run_vllm(
             engine=options,
             prompts=tuple(item.prompt for item in items),
             stops=tuple(item.stop for item in items),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=tuple(max_new_tokens or item.max_new_tokens for item in items),
             repeats=repeats,
         )
         measured[name] = _in_child(name, job)
@@ -147,7 +149,8 @@ def measure(job: ArmJob) -> dict[str, Any]:
     llm = LLM(**job.engine)
     chats: list[Any] = [[{"role": "user", "content": prompt}] for prompt in job.prompts]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=job.max_new_tokens, stop=list(stop) or None) for stop in job.stops
+        SamplingParams(temperature=0.0, max_tokens=cap, stop=list(stop) or None)
+        for stop, cap in zip(job.stops, job.max_new_tokens, strict=True)
     ]
     llm.chat(chats[:1], params[:1], use_tqdm=False)
     seconds: list[float] = []
@@ -164,6 +167,7 @@ def measure(job: ArmJob) -> dict[str, Any]:
         "seconds": seconds,
         "tokens": [len(output.outputs[0].token_ids) for output in outputs],
         "texts": [output.outputs[0].text for output in outputs],
+        "finish": [output.outputs[0].finish_reason for output in outputs],
         "counters": counts,
     }
 
@@ -197,6 +201,7 @@ def _summary(items: Sequence[Item], measured: Mapping[str, Mapping[str, Any]]) -
                 "n": len(items),
                 "tau": 1.0 + accepted / drafts if drafts else None,
                 "tokens": num_tokens,
+                "cut_off": arm["finish"].count("length"),
                 "tokens_per_second": num_tokens / statistics.median(arm["seconds"]),
                 "over_stock": statistics.median(measured[STOCK]["seconds"])
                 / statistics.median(arm["seconds"])
@@ -220,7 +225,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result['settings']['target']}, vllm {result['provenance']['vllm']}, temperature 0")
-    for column in ("arm", "tau", "tokens/s", "over stock", "right", "95%", "gained/lost", "lossy"):
+    for column in ("arm", "tau", "tokens/s", "over stock", "right", "95%", "gained/lost", "cut off", "lossy"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for row in result["summary"]:
         table.add_row(
@@ -231,6 +236,7 @@ def print_table(result: Mapping[str, Any]) -> None:
             _shown(row["accuracy"], ".1%"),
             "-" if row["accuracy"] is None else f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}",
             "-" if row["gained"] is None else f"{row['gained']}/{row['lost']}",
+            str(row["cut_off"]),
             _shown(row["lossy_tokens"], ".0f"),
         )
     Console().print(table)

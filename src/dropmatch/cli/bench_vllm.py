@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from dropmatch.cli import options as o
 from dropmatch.cli.runs import check_writable
 
 
@@ -29,7 +28,9 @@ def bench_vllm(
     ] = "{}",
     output: Annotated[Path, typer.Option(help="Results file.")] = Path("results/bench_vllm.json"),
     num_items: Annotated[int, typer.Option(min=1, help="Items from the file.")] = 32,
-    max_new_tokens: o.MaxNewTokens = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens; left out: each task's own.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes over all prompts.")] = 1,
 ) -> None:
     """Stock vLLM, DropMatch inside vLLM and, where the version has it, vLLM's own lossy rule, on the same prompts."""
