@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,55 @@ def test_an_output_folder_of_something_else_is_not_replaced(
     assert run_cli(monkeypatch, *command, "--output", str(tmp_path / "precious")) == 2
     assert "holds no head" in capsys.readouterr().err
     assert (tmp_path / "precious" / "letter.txt").exists()
+
+
+def test_nothing_but_a_head_is_ever_replaced(
+    target: str, head: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A model's folder, which has a config.json too, was deleted as a whole at the end."""
+    command = ("train", "eagle3", "--target", target, "--prompts", str(prompts))
+    model = tmp_path / "model"
+    shutil.copytree(target, model)
+    made = tmp_path / "head"
+    shutil.copytree(head, made)
+    (made / "notes.txt").write_text("dear")
+    monkeypatch.chdir(model)
+    for output, said in ((model, "holds"), (Path("."), "holds"), (Path(".."), "holds"), (made, r"notes.txt")):
+        assert run_cli(monkeypatch, *command, "--output", str(output)) == 2
+        assert said in capsys.readouterr().err
+    (made / "notes.txt").unlink()
+    for output, work in ((tmp_path / "new", tmp_path / "new"), (made, made / "work")):
+        assert run_cli(monkeypatch, *command, "--output", str(output), "--work", str(work)) == 2
+        assert "which is replaced as a whole" in capsys.readouterr().err
+    assert run_cli(monkeypatch, *command, "--output", str(tmp_path / "h"), "--work", str(prompts)) == 2
+    assert "--work" in capsys.readouterr().err
+    assert {path.name for path in model.iterdir()} == {path.name for path in Path(target).iterdir()}
+
+
+def test_a_head_whose_writing_was_killed_is_written_by_the_next_run(
+    target: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the killed run left of it was taken for a folder in the way."""
+    (tmp_path / "made.partial").mkdir()
+    (tmp_path / "made.partial" / "config.json").write_text("{")
+    command = ("train", "eagle3", "--target", target, "--prompts", str(prompts), "--output", str(tmp_path / "made"))
+    small = ("-n", "6", "--draft-vocab", "120", "--epochs", "1", "--batch-tokens", "128", "--batch", "4")
+    assert run_cli(monkeypatch, *command, *small) == 0
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"made", "made-work"}
+    assert run_cli(monkeypatch, *command, *small) == 0  # a head is replaced
+    assert run_cli(monkeypatch, *command, *small, "--max-length", "9") == 2
+
+
+def test_a_results_file_needs_an_ending_since_its_parts_go_beside_it(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Without one all was measured, and then the file could not be written over the folder of its parts."""
+    bench = ("bench", "eagle3", "--data", str(prompts), "--output")
+    assert run_cli(monkeypatch, *bench, str(tmp_path / "bench")) == 2
+    assert "bench.json" in capsys.readouterr().err
+    (tmp_path / "bench").write_text("mine")
+    assert run_cli(monkeypatch, *bench, str(tmp_path / "bench.json")) == 2
+    assert "is no folder" in capsys.readouterr().err
 
 
 def test_the_engines_draft_length_is_the_depth_of_trees(target: str, head: Path) -> None:

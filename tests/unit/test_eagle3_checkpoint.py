@@ -227,7 +227,9 @@ def test_default_taps_need_seven_layers() -> None:
         {"num_hidden_layers": 10**6},
         {"draft_vocab_size": 200000},
         {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": 10**400},
         {"rope_theta": -1.0},
+        {"rope_theta": 10**400},
         {"rope_scaling": "yes"},
         {"norm_before_residual": "false"},
         {"norm_before_fc": True, "fc_norm": True},
@@ -378,6 +380,113 @@ def test_files_that_are_no_checkpoints_are_refused(saved: Path) -> None:
         load(saved)
     (saved / "config.json").write_text("{")
     with pytest.raises(IntegrityError, match="damaged"):
+        load(saved)
+
+
+def pickled(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype|deprecated)")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("fc.weight", lambda tensor: tensor.to_sparse()),
+        ("fc.weight", lambda tensor: tensor.to_sparse_csr()),
+        ("fc.weight", lambda tensor: tensor.to("meta")),
+        ("lm_head.weight", lambda tensor: torch.zeros(1).expand(tensor.shape)),
+        ("d2t", lambda tensor: tensor.to("meta")),
+        ("d2t", lambda tensor: tensor.to_sparse()),
+        ("embed_tokens.weight", lambda tensor: torch.zeros(1).expand(2**40, eagle.H)),
+    ],
+)
+def test_tensors_that_are_not_plain_memory_are_refused(
+    saved: Path, name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    """A single number can stand for terabytes, and operators do not know tensors without data."""
+    pickled(saved, lambda tensors: tensors.update({name: change(tensors.get(name, EMBEDDING))}))
+    with pytest.raises(IntegrityError, match=rf"{name}.*no plain dense tensor".replace(".weight", r"\.weight")):
+        load(saved)
+
+
+def test_weights_of_less_than_16_bits_are_refused(saved: Path) -> None:
+    rewrite(saved, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}))
+    with pytest.raises(IntegrityError, match=r"fc\.weight.*float8"):
+        load(saved)
+
+
+def test_weights_that_the_targets_type_cannot_hold_are_refused(saved: Path) -> None:
+    rewrite(saved, lambda tensors: tensors["norm.weight"].fill_(1e6))
+    with pytest.raises(ConfigError, match=r"norm\.weight.*float16 cannot hold"):
+        load_head(saved, FACTS, dtype=torch.float16, device=torch.device("cpu"))
+    load(saved)
+
+
+def test_a_tensor_under_both_its_names_is_refused(saved: Path) -> None:
+    rewrite(saved, lambda tensors: tensors.update({"layers.0.hidden_norm.weight": torch.ones(eagle.H)}))
+    with pytest.raises(IntegrityError, match=r"hidden_norm\.weight.*twice"):
+        load(saved)
+
+
+def test_json_that_is_nested_without_end_is_refused(saved: Path) -> None:
+    config = (saved / "config.json").read_text()
+    (saved / "config.json").write_text('{"draft_vocab_size": 200, "a": ' + "[" * 100_000)
+    assert not is_eagle3_folder(saved)
+    with pytest.raises(IntegrityError, match="damaged"):
+        load(saved)
+    (saved / "config.json").write_text(config)
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(IntegrityError, match="damaged"):
+        load(saved)
+
+
+def test_any_bytes_in_a_pickles_place_are_refused(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    for data in (b"", b"\x80\x02.", b"PK\x03\x04", b"\x80\x04\x95" + b"\xff" * 9):
+        (saved / "pytorch_model.bin").write_bytes(data)
+        with pytest.raises(IntegrityError, match=r"pytorch_model\.bin"):
+            load(saved)
+
+
+def test_names_that_are_no_list_make_no_head() -> None:
+    assert not is_eagle3({"architectures": 5})
+
+
+@pytest.mark.parametrize("limit", [0, 100, 20_000])
+def test_a_head_that_cannot_be_written_leaves_the_one_that_was_there(saved: Path, limit: int) -> None:
+    """The disk is full after so many bytes of a file."""
+    resource = pytest.importorskip("resource")
+    expected = outputs(load(saved))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            save_head(eagle.random_head(EMBEDDING, seed=8), saved, extra={"a": "b" * 200})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name for path in saved.parent.iterdir()} == {saved.name}
+    assert all(torch.equal(a, b) for a, b in zip(outputs(load(saved)), expected, strict=True))
+    save_head(eagle.random_head(EMBEDDING, seed=8), saved)
+    assert {path.name for path in saved.parent.iterdir()} == {saved.name}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": float("nan")},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": 10**400},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": float("inf")},
+        {"rope_theta": 1e-300},
+    ],
+)
+def test_rope_whose_frequencies_are_no_numbers_is_refused(saved: Path, rope: dict[str, Any]) -> None:
+    reconfigure(saved, rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="cannot be used"):
         load(saved)
 
 

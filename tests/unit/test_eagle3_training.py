@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eagle
@@ -22,6 +26,7 @@ from dropmatch.eagle3.drafter import Eagle3Drafter
 from dropmatch.errors import ConfigError, DataError, IntegrityError
 from dropmatch.hf.model import HFModel
 from dropmatch.training import distill as distill_module
+from dropmatch.training import eagle3 as eagle3_module
 from dropmatch.training.distill import DistillSettings, Example, distill, read_shards
 from dropmatch.training.eagle3 import (
     TrainSettings,
@@ -66,6 +71,18 @@ def answers(examples: list[Example]) -> set[tuple[int, ...]]:
     return {tuple(example.ids.tolist()) for example in examples}
 
 
+@contextmanager
+def full_disk(folder: Path, limit: int) -> Iterator[None]:
+    """No file takes more than so many bytes."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 # -- data -----------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +104,13 @@ def test_prompts_are_read_plain_and_gzipped_each_text_once(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2: not JSON"), ("[]", "line 2: not a JSON object"), ('{"prompt": 3}', "line 2: neither")],
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: not a JSON object"),
+        ('{"prompt": 3}', "line 2: neither"),
+        ("[" * 100_000, "line 2: nested too deep"),
+        ('{"prompt": "\\ud800"}', "line 2: the prompt is no valid Unicode"),
+    ],
 )
 def test_bad_prompts_are_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
@@ -98,6 +121,8 @@ def test_bad_prompts_are_named_by_file_and_line(tmp_path: Path, line: str, messa
 def test_prompt_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read_prompts([tmp_path / "none.jsonl"])
+    with pytest.raises(DataError, match="is no file"):
+        read_prompts([tmp_path])
     (tmp_path / "bad.gz").write_bytes(b"no gzip")
     with pytest.raises(DataError, match="cannot be read"):
         read_prompts([tmp_path / "bad.gz"])
@@ -147,6 +172,50 @@ def test_a_stopped_run_goes_on_with_the_prompts_that_are_left(
     assert first[0].stat().st_mtime_ns == before
     again = distill(decoder, PROMPTS, tmp_path, DATA, described={})
     assert again == shards
+
+
+def test_a_lost_shard_is_named_and_its_prompts_can_be_answered_again(
+    decoder: Decoder, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dropmatch.training.distill._ROWS_PER_SHARD", 5)
+    shards = distill(decoder, PROMPTS, tmp_path, DATA, described={})
+    assert len(shards) == 3
+    shards[1].write_bytes(shards[1].read_bytes()[:500])
+    with pytest.raises(IntegrityError, match=rf"{shards[1].name} cannot be read.*data\.journal"):
+        list(read_shards(shards))
+    shards[1].unlink()
+    with pytest.raises(IntegrityError, match=shards[1].name):
+        list(read_shards(shards))
+    journal = tmp_path / "data.journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if shards[1].name not in line))
+    again = distill(decoder, PROMPTS, tmp_path, DATA, described={})
+    assert sorted(again) == shards
+    assert answers(list(read_shards(again))) == answers(examples)
+    assert len(list(read_shards(again))) == len(examples)
+
+
+def test_a_shard_that_holds_something_else_is_named(decoder: Decoder, tmp_path: Path) -> None:
+    (shard,) = distill(decoder, PROMPTS[:3], tmp_path, DATA, described={})
+    tensors = load_file(shard)
+    for change in ({"lengths": tensors["lengths"] + 1}, {"taps": tensors["taps"][1:].clone()}):
+        save_file({**tensors, **change}, shard)
+        with pytest.raises(IntegrityError, match=shard.name):
+            list(read_shards([shard]))
+
+
+def test_a_restart_throws_shards_away(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dropmatch.training.distill._ROWS_PER_SHARD", 3)
+    assert len(distill(decoder, PROMPTS, tmp_path, DATA, described={})) == 4
+    kept = distill(decoder, PROMPTS[:2], tmp_path, DATA, described={"prompts": "others"}, restart=True)
+    assert sorted(tmp_path.glob("shard-*")) == kept
+
+
+def test_a_full_disk_is_told_and_half_a_shard_is_not_left(decoder: Decoder, tmp_path: Path) -> None:
+    with full_disk(tmp_path, 2_000), pytest.raises(ConfigError, match=r"shard-00000.*cannot be written"):
+        distill(decoder, PROMPTS, tmp_path, DATA, described={})
+    assert not list(tmp_path.glob("shard-*"))
+    assert len(list(read_shards(distill(decoder, PROMPTS, tmp_path, DATA, described={})))) == len(PROMPTS)
 
 
 def test_answers_stop_at_the_token_budget(decoder: Decoder, tmp_path: Path) -> None:
@@ -310,9 +379,107 @@ def test_checkpoints_of_other_settings_and_damaged_ones_are_refused(
     train(decoder, tmp_path)
     with pytest.raises(ConfigError, match="other settings"):
         train(decoder, tmp_path, settings=TrainSettings(draft_vocab_size=100, epochs=1))
-    (tmp_path / "work" / "training.pt").write_bytes(b"nothing")
-    with pytest.raises(IntegrityError, match="--restart"):
+    checkpoint = tmp_path / "work" / "training.pt"
+    good = torch.load(checkpoint, weights_only=True)
+    torch.save({**good, "head": {}}, tmp_path / "no-head.pt")
+    for data in (
+        b"nothing",
+        b"",
+        b"\x80\x02.",
+        pickle.dumps([1], protocol=2),
+        checkpoint.read_bytes()[:-3000],
+        (tmp_path / "no-head.pt").read_bytes(),
+    ):
+        checkpoint.write_bytes(data)
+        with pytest.raises(IntegrityError, match=r"training\.pt cannot be read [^\n]*Remove it"):
+            train(decoder, tmp_path)
+    checkpoint.unlink()
+    train(decoder, tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dropmatch.training.eagle3._SAVE_EVERY", 2)
+    train(decoder, tmp_path)
+    checkpoint = tmp_path / "work" / "training.pt"
+    before = checkpoint.read_bytes()
+    monkeypatch.setattr("dropmatch.training.eagle3._SAVE_EVERY", 1)
+    saved: list[int] = []
+    whole = eagle3_module._Checkpoint.save
+
+    def save(self: Any, *arguments: Any) -> None:
+        saved.append(1)
+        with full_disk(tmp_path, 10_000):
+            whole(self, *arguments)
+
+    (tmp_path / "work" / "training.pt").unlink()
+    checkpoint.write_bytes(before)
+    monkeypatch.setattr(eagle3_module._Checkpoint, "load", lambda *_: (0, []))
+    monkeypatch.setattr(eagle3_module._Checkpoint, "save", save)
+    with pytest.raises(ConfigError, match=r"training\.pt cannot be written"):
         train(decoder, tmp_path)
+    assert saved
+    assert checkpoint.read_bytes() == before
+    assert not list((tmp_path / "work").glob("*.partial"))
+
+
+def test_answers_that_begin_behind_the_longest_sequence_teach_nothing(decoder: Decoder, tmp_path: Path) -> None:
+    """Their prompts fill the rows; the report's shares were 0 / 0 after the whole training."""
+    with pytest.raises(DataError, match=r"0 answers begin within 3 tokens.*--max-length"):
+        train(decoder, tmp_path, settings=replace(QUICK, max_length=3))
+    longest = max(len(decoder.encode(prompt.text)) for prompt in PROMPTS)
+    report = train(decoder, tmp_path / "b", settings=replace(QUICK, max_length=longest - 4))
+    assert 2 <= report["data"]["answered"] < len(PROMPTS)
+    assert 0 < report["vocabulary_coverage"] <= 1
+
+
+def test_prompts_that_are_all_too_long_are_told_so(decoder: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--max-prompt-tokens"):
+        train_eagle3(
+            decoder,
+            PROMPTS,
+            tmp_path / "head",
+            tmp_path / "work",
+            target_name="t",
+            data=replace(DATA, max_prompt_tokens=1),
+            settings=QUICK,
+        )
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_any_number_of_steps_can_be_trained(decoder: Decoder, tmp_path: Path, is_long: bool) -> None:
+    """More steps than any answer has rows failed at the very end."""
+    longest = sorted(len(decoder.encode(prompt.text)) for prompt in PROMPTS)[2] + 1
+    settings = replace(QUICK, steps=longest + 2 if is_long else 1, epochs=1, max_length=longest)
+    report = train(decoder, tmp_path, settings=settings)
+    assert len(report["held_out"]["chance_by_step"]) == max(settings.steps, 5)
+    assert (tmp_path / "head" / "model.safetensors").exists()
+
+
+def test_a_training_that_runs_away_is_stopped(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in ValueError, with everything done, and checkpoints of no numbers were kept."""
+    monkeypatch.setattr("dropmatch.training.eagle3._SAVE_EVERY", 1)
+
+    def losses(*arguments: Any) -> list[Tensor]:
+        first, *others = lookahead_losses(*arguments)
+        return [first * (float("nan") if (tmp_path / "work" / "training.pt").exists() else 1.0), *others]
+
+    monkeypatch.setattr("dropmatch.training.eagle3.lookahead_losses", losses)
+    with pytest.raises(ConfigError, match=r"update 2 .*--learning-rate"):
+        train(decoder, tmp_path)
+    state = torch.load(tmp_path / "work" / "training.pt", weights_only=True)
+    assert state["step"] == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in state["head"].values())
+
+
+def test_a_vocabulary_larger_than_the_targets_is_the_targets(decoder: Decoder, tmp_path: Path) -> None:
+    train(decoder, tmp_path, settings=replace(QUICK, draft_vocab_size=10**6, epochs=1))
+    assert "d2t" not in weights(tmp_path / "head")
+    head = load_head(tmp_path / "head", TargetFacts.of(decoder.target), dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(head.target_ids, torch.arange(eagle.V))
 
 
 def test_the_report_says_what_was_done(decoder: Decoder, tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ class Eagle3Bench:
                 raise ConfigError("The rules are set against lossless decoding. Name others, such as dropmatch-naive.")
 
 
+def parts_folder(output: Path) -> Path:
+    """Where the parts of a results file go. Raises ConfigError if its name has no ending, or a file is in the way."""
+    folder = output.with_suffix("")
+    if folder == output:
+        raise ConfigError(f"--output={str(output)!r} has no ending. Name a file such as {output.name or 'bench'}.json.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder, and the parts of {output.name} go there. Name another --output.")
+    return folder
+
+
 def korean_items(max_new_tokens: int = 256) -> list[Item]:
     """Twelve short prompts in Korean, for heads that were trained on English."""
     return [
@@ -116,7 +126,7 @@ def run_eagle3(
         **weights_of(decoder),
     }
     provenance = collect(device=str(decoder.target.device))
-    folder = output.with_suffix("")
+    folder = parts_folder(output)
     with Journal(output, written, restart=restart, newer=(*NEWER, "prompts")) as journal:
         done = {entry["part"] for entry in journal.found("part", {"part": str})}
         if done:

@@ -60,12 +60,13 @@ def bench_eagle3(
     """An EAGLE-3 head with and without DropMatch at several depths, and away from its training text.
 
     A run that is stopped goes on where it was when the same command is given again."""
-    from dropmatch.bench.eagle3 import Eagle3Bench, korean_items, print_eagle3, run_eagle3
+    from dropmatch.bench.eagle3 import Eagle3Bench, korean_items, parts_folder, print_eagle3, run_eagle3
     from dropmatch.bench.settings import CompareSettings
 
     levels = parse_lengths(lengths)
     Eagle3Bench(levels, rule, other_rule).check()
     check_writable(output)
+    parts_folder(output)
     items = load_prompts(data, num, start)
     others = load_prompts(other_data, num, start) if other_data else korean_items(max_new_tokens)
     decoder = o.load_decoder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,9 +74,10 @@ def eagle3(
         intermediate_size=intermediate,
         seed=seed,
     )
-    if output.exists() and not (output / "config.json").exists():
-        raise ConfigError(f"--output={str(output)!r} exists and holds no head. Name a new folder.")
-    check_writable(output.with_name(output.name + ".partial"))
+    if output.name in ("", ".."):
+        output = output.resolve()
+    work = work or output.with_name(output.name + "-work")
+    _check_folders(output, work)
     chosen = read_prompts(prompts, exclude_tasks=exclude_task or ())[:num_prompts]
     tapped = load_tapped(target, dtype=dtype, device=device)
     with stoppable(kept="Answers and checkpoints so far are kept."):
@@ -83,7 +85,7 @@ def eagle3(
             tapped,
             chosen,
             output,
-            work or output.with_name(output.name + "-work"),
+            work,
             target_name=public_name(target),
             data=data,
             settings=settings,
@@ -96,6 +98,31 @@ def eagle3(
         err=True,
     )
     print(json.dumps({"output": str(output), "held_out": held, "vocabulary_coverage": report["vocabulary_coverage"]}))
+
+
+def _check_folders(output: Path, work: Path) -> None:
+    """Raise before a long run whose head could not be written, or would be written over something else."""
+    from dropmatch.eagle3.checkpoint import HEAD_FILES, is_eagle3_folder
+
+    if output.exists():
+        others = sorted({path.name for path in output.iterdir()} - HEAD_FILES) if output.is_dir() else []
+        is_head = is_eagle3_folder(output)
+        if not is_head or others:
+            what = f"holds more than a head ({', '.join(others[:3])})" if is_head else "holds no head"
+            raise ConfigError(f"--output={str(output)!r} exists and {what}. It would be replaced: name a new folder.")
+    if output.resolve() in (work.resolve(), *work.resolve().parents):
+        raise ConfigError(
+            f"--work={str(work)!r} lies in --output={str(output)!r}, which is replaced as a whole at the end. Name a "
+            "folder outside it."
+        )
+    check_writable(output / "config.json" if output.exists() else output)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        is_possible = os.access(work, os.W_OK)
+    except OSError:
+        is_possible = False
+    if not is_possible:
+        raise ConfigError(f"--work={str(work)!r} cannot be written. Name a folder that is yours.")
 
 
 @train_app.command()

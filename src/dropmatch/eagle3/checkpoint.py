@@ -26,6 +26,9 @@ from dropmatch.hf.rotary import rotary_frequencies
 
 _OFFICIAL_LAYER, _OWN_LAYER = "midlayer.", "layers.0."
 _EMBEDDING = "embed_tokens.weight"
+HEAD_FILES = frozenset({"config.json", "model.safetensors", "training.json"})
+"""What a folder that `save_head` wrote may hold."""
+_WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def is_eagle3_folder(folder: Path) -> bool:
     """Whether a folder holds an EAGLE-3 head, judged by its config.json. False where there is no readable one."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and is_eagle3(config)
 
@@ -65,7 +68,7 @@ def read_settings(folder: Path, *, tap_offset: int | None = None) -> HeadSetting
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelNotFoundError(f"{folder} holds no EAGLE-3 head: {path.name} cannot be read ({error}).") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is damaged: {error}. Fetch the head again.") from error
     if not isinstance(config, dict) or not is_eagle3(config):
         raise UnsupportedModelError(
@@ -80,7 +83,7 @@ def load_head(
     """A head ready to draft for a target: frozen, in dtype, its embedding shared with the target where they are equal.
 
     Raises IntegrityError naming the tensor that is missing, misshapen or out of range, UnsupportedModelError if the
-    head is for another target, ModelNotFoundError without weights.
+    head is for another target, ModelNotFoundError without weights, ConfigError if dtype cannot hold a weight.
     """
     settings = read_settings(folder, tap_offset=tap_offset)
     if settings.target_hidden_size != target.hidden_size:
@@ -96,7 +99,10 @@ def load_head(
     head = blank_head(settings, embedding, target_ids, frequencies, scale)
     weights = {}
     for name, parameter in head.named_parameters():
-        weights[name] = _checked(tensors, name, tuple(parameter.shape), folder).to(device, dtype)
+        weight = _checked(tensors, name, tuple(parameter.shape), folder).to(device, dtype)
+        if not bool(weight.isfinite().all()):
+            raise ConfigError(f"{_shown(name)} in {folder} has values that {dtype} cannot hold. Give dtype='float32'.")
+        weights[name] = weight
     head.load_state_dict(weights, assign=True)
     head.inv_freq, head.target_ids = frequencies.to(device), target_ids.to(device)
     head.embedding = embedding if embedding is target.embedding else embedding.to(device, dtype)
@@ -118,7 +124,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in files:
         for name, tensor in (_read_pickle(path) if path.suffix == ".bin" else _read_safetensors(path)).items():
             is_official = name.startswith(_OFFICIAL_LAYER)
-            tensors[_OWN_LAYER + name.removeprefix(_OFFICIAL_LAYER) if is_official else name] = tensor
+            own_name = _OWN_LAYER + name.removeprefix(_OFFICIAL_LAYER) if is_official else name
+            if own_name in tensors:
+                raise IntegrityError(f"{folder} holds the tensor {_shown(own_name)} twice. Fetch the head again.")
+            tensors[own_name] = tensor
     return tensors
 
 
@@ -134,7 +143,8 @@ def save_head(
     """Write a checkpoint: config.json, model.safetensors and, of `extra`, training.json. The folder is replaced whole.
 
     target_name: where others find the target, a hub id or a folder; the speculators package then loads it too.
-    Raises ConfigError if the family cannot say what the head is, or if a weight is too large for dtype.
+    Raises ConfigError if the family cannot say what the head is, if a weight is too large for dtype, or if the folder
+    cannot be written, as on a full disk; what was there before is then still there.
     """
     settings = replace(head.settings, family=family)
     config = config_json(settings, target_name=target_name, dtype=str(dtype).removeprefix("torch."))
@@ -150,16 +160,25 @@ def save_head(
         ids = head.target_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(settings.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    if extra is not None:
-        (partial / "training.json").write_text(json.dumps(extra, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    partial, replaced = (folder.with_name(folder.name + suffix) for suffix in (".partial", ".replaced"))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if extra is not None:
+            report = json.dumps(extra, indent=1, allow_nan=False) + "\n"
+            (partial / "training.json").write_text(report, encoding="utf-8")
+        save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        partial.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder} cannot be written ({error}). Make room, or name another place.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _file_name(name: str, family: Family) -> str:
@@ -178,7 +197,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise IntegrityError(f"{index} is damaged: {error!r}. Fetch the head again.") from error
         for shard in shards:
             if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
@@ -207,7 +226,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors and was not read, since a pickle can run code "
             f"({reason[-1] if reason else error!r}). Ask for the head as safetensors."
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # what is no pickle can fail in any way
         raise IntegrityError(f"{path} cannot be read: {error}. Fetch the head again.") from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
@@ -222,13 +241,25 @@ def _checked(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], f
     shown = _shown(name)
     if tensor is None:
         raise IntegrityError(f"{folder} lacks the tensor {shown}. Fetch the head again.")
+    _require_plain(tensor, shown, folder)
     if tuple(tensor.shape) != shape:
         raise IntegrityError(f"{shown} in {folder} has shape {list(tensor.shape)}; its config asks for {list(shape)}.")
-    if not tensor.is_floating_point():
-        raise IntegrityError(f"{shown} in {folder} is of type {tensor.dtype}; a floating-point type is needed.")
+    if tensor.dtype not in _WEIGHT_TYPES:
+        raise IntegrityError(
+            f"{shown} in {folder} is of type {tensor.dtype}; a floating-point type of at least 16 bits is needed."
+        )
     if not bool(tensor.isfinite().all()):
         raise IntegrityError(f"{shown} in {folder} holds values that are no numbers.")
     return tensor
+
+
+def _require_plain(tensor: Tensor, shown: str, folder: Path) -> None:
+    """Raise IntegrityError unless a tensor is dense and every element has memory of its own: a pickle can hold sparse
+    ones, ones without data, and huge ones made of a single number."""
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_dense = is_dense and not tensor.is_nested and not tensor.is_quantized
+    if not is_dense or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        raise IntegrityError(f"{shown} in {folder} is no plain dense tensor. Ask for the head as safetensors.")
 
 
 def _shown(name: str) -> str:
@@ -249,6 +280,7 @@ def _target_ids(tensors: Mapping[str, Tensor], settings: HeadSettings, target: T
                 f"{folder} lacks the tensor 'd2t', though its draft vocabulary ({Vd}) is not the target's "
                 f"({settings.vocab_size})."
             )
+        _require_plain(offsets, "'d2t'", folder)
         if tuple(offsets.shape) != (Vd,) or offsets.is_floating_point() or offsets.dtype == torch.bool:
             raise IntegrityError(
                 f"'d2t' in {folder} is {offsets.dtype} of shape {list(offsets.shape)}; whole numbers of shape [{Vd}] "
@@ -277,6 +309,7 @@ def _embedding(tensors: Mapping[str, Tensor], settings: HeadSettings, target: Ta
                 f"wide where the head needs {settings.hidden_size}."
             )
         return target.embedding
+    _require_plain(stored, repr(_EMBEDDING), folder)
     if stored.dim() != 2 or stored.shape[0] < rows:
         raise IntegrityError(
             f"{_EMBEDDING!r} in {folder} has shape {list(stored.shape)}; at least {rows} rows are needed, one for each "

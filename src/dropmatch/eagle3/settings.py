@@ -6,7 +6,6 @@ them); "speculators" nests the layer's config below `transformer_layer_config` (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from dropmatch.errors import ConfigError, IntegrityError, UnsupportedModelError
 Family = Literal["official", "speculators"]
 
 _LARGEST = 2**24  # no true size comes near; a hostile one must not reach an allocation
+_LARGEST_NUMBER = 1e30  # float32 ends soon above
 _MOST_LAYERS = 64
 _FEWEST_TARGET_LAYERS = 7  # below, the three default taps are not distinct
 _DEFAULT_BASE = 10000.0  # what heads without rope_theta were trained with, whatever their target uses
@@ -92,8 +92,9 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     kind = config.get("speculators_model_type")
     if kind is not None and kind != "eagle3":
         raise UnsupportedModelError(f"This is a speculators checkpoint of kind {kind!r}. Only 'eagle3' can be read.")
-    names = config.get("architectures") or []
-    return kind == "eagle3" or "draft_vocab_size" in config or any("eagle3" in str(name).lower() for name in names)
+    names = config.get("architectures")
+    is_named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    return kind == "eagle3" or "draft_vocab_size" in config or is_named
 
 
 def parse_settings(config: Mapping[str, Any], where: str, *, tap_offset: int | None = None) -> HeadSettings:
@@ -245,7 +246,8 @@ class _Fields:
 
     def number(self, key: str, default: float) -> float:
         value = self._values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _LARGEST_NUMBER:
             raise IntegrityError(f"{self._where}: {key!r} is {value!r}; a positive number is needed.")
         return float(value)
 

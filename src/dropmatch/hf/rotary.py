@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -35,6 +36,16 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, max_positions: in
             rope_parameters=dict(rope),
         )
         embedding = LlamaRotaryEmbedding(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UnsupportedModelError(f"Rotary positions {dict(rope)!r} cannot be used: {error}") from error
-    return embedding.inv_freq.float(), float(embedding.attention_scaling)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UnsupportedModelError(f"Rotary positions {_short(rope)} cannot be used: {error}.") from error
+    frequencies, scale = embedding.inv_freq.float(), torch.tensor(float(embedding.attention_scaling))
+    if not bool(frequencies.isfinite().all() & scale.isfinite()):
+        raise UnsupportedModelError(
+            f"Rotary positions {_short(rope)} cannot be used: their frequencies are no numbers."
+        )
+    return frequencies, float(scale)
+
+
+def _short(rope: Mapping[str, Any]) -> str:
+    shown = repr(dict(rope))
+    return shown if len(shown) <= 200 else shown[:197] + "..."

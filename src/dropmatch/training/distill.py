@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dropmatch.api import Decoder
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
-from dropmatch.errors import ConfigError
+from dropmatch.errors import ConfigError, IntegrityError
 from dropmatch.hf.model import HFModel
 from dropmatch.training.prompts import TrainingPrompt
 
@@ -90,7 +91,8 @@ def distill(
     """Answer prompts until they or the token budget run out. Returns the shards, those of earlier runs included.
 
     decoder: its target must be wrapped with taps. described: what else the data hang on, such as the target's name.
-    Raises ConfigError if the folder holds data of other settings, or if states are too large for the dtype.
+    Raises ConfigError if the folder holds data of other settings or cannot be written, or if states are too large for
+    the dtype.
     """
     written = {
         **described,
@@ -99,6 +101,9 @@ def distill(
         "dtype": settings.dtype,
     }
     with Journal(folder / "data", written, restart=restart) as journal:
+        if restart:
+            for path in folder.glob("shard-*.safetensors*"):
+                path.unlink()
         return _answer(decoder, prompts, folder, settings, journal)
 
 
@@ -114,9 +119,9 @@ def _answer(
         answers = _answers(decoder, _encoded(decoder, waiting, settings), settings)
         while have < budget and (answer := next(answers, None)) is not None:
             finished.append(answer)
-            count = len(answer.ids) - answer.prompt_length
-            have += count
-            meter.advance(min(count, budget - meter.done))
+            length = len(answer.ids) - answer.prompt_length
+            have += length
+            meter.advance(min(length, budget - meter.done))
             if len(finished) == _ROWS_PER_SHARD:
                 _write_shard(folder, finished, journal)
                 finished = []
@@ -186,7 +191,8 @@ def _start(target: HFModel, prompts: Sequence[tuple[int, list[int]]], dtype: tor
 
 def _write_shard(folder: Path, finished: Sequence[_Answer], journal: Journal) -> None:
     examples = [answer.example() for answer in finished]
-    name = f"shard-{len(journal.entries):05d}.safetensors"
+    taken = {entry["shard"] for entry in journal.entries}
+    name = next(name for i in count() if (name := f"shard-{i:05d}.safetensors") not in taken)
     tensors = {
         "ids": torch.cat([example.ids for example in examples]),
         "taps": torch.cat([example.taps for example in examples]),
@@ -196,23 +202,39 @@ def _write_shard(folder: Path, finished: Sequence[_Answer], journal: Journal) ->
         "prompt_lengths": torch.tensor([example.prompt_length for example in examples]),
     }
     partial = folder / (name + ".partial")
-    save_file(tensors, partial)
-    partial.replace(folder / name)
+    try:
+        save_file(tensors, partial)
+        partial.replace(folder / name)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{folder / name} cannot be written ({error}). Make room and give the same command again."
+        ) from error
     answered = sum(len(example.ids) - example.prompt_length for example in examples)
     journal.add({"shard": name, "prompts": [answer.number for answer in finished], "answer_tokens": answered})
 
 
 def read_shards(paths: Sequence[Path]) -> Iterator[Example]:
-    """All examples of the shards, in order. Their tensors are views of the shards."""
+    """All examples of the shards, in order. Their tensors are views of the shards. Raises IntegrityError for a shard
+    that is missing or damaged."""
     for path in paths:
-        shard = load_file(path)
-        lengths, states = shard["lengths"].tolist(), shard["states"].tolist()
-        rows = zip(
-            torch.split(shard["ids"], lengths),
-            shard["prompt_lengths"].tolist(),
-            torch.split(shard["taps"], states),
-            torch.split(shard["hidden"], states),
-            strict=True,
-        )
-        for ids, prompt_length, taps, hidden in rows:
-            yield Example(ids.long(), prompt_length, taps, hidden)
+        try:
+            yield from _read_shard(path)
+        except (OSError, SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise IntegrityError(
+                f"{path} cannot be read ({error}). To answer its prompts again, remove the line that names it from "
+                f"{path.parent / 'data.journal'}; to answer all anew, give --restart."
+            ) from error
+
+
+def _read_shard(path: Path) -> list[Example]:
+    shard = load_file(path)
+    lengths, states = shard["lengths"].tolist(), shard["states"].tolist()
+    rows = zip(
+        torch.split(shard["ids"], lengths),
+        shard["prompt_lengths"].tolist(),
+        torch.split(shard["taps"], states),
+        torch.split(shard["hidden"], states),
+        strict=True,
+    )
+    return [Example(ids.long(), prompt_length, taps, hidden) for ids, prompt_length, taps, hidden in rows]

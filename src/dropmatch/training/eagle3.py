@@ -90,16 +90,22 @@ def train_eagle3(
     """Make the data, train and write the head to `output`. Returns what its training.json says.
 
     work: folder of data and checkpoints; a stopped run goes on from it. Raises ConfigError if they belong to other
-    settings, DataError if the data hold too little.
+    settings, cannot be written, or the loss is no number; IntegrityError if they are damaged; DataError if the data
+    hold too little.
     """
     taps = list(decoder.target.tap_layers)
     described = {"target": target_name, "taps": taps, "prompts": _fingerprint(prompts)}
     shards = distill(decoder, prompts, work, data, described=described, restart=restart)
-    examples = [_cut(example, settings) for example in read_shards(shards)]
+    cut = [_cut(example, settings) for example in read_shards(shards)]
+    examples = [example for example in cut if len(example.taps) >= example.prompt_length]
     num_held = max(1, min(_MOST_HELD_OUT, round(len(examples) * _HELD_OUT)))
     held, train = examples[:num_held], examples[num_held:]
     if not train:
-        raise DataError(f"{len(examples)} answered prompts are too few to train on. Give more prompts.")
+        raise DataError(
+            f"{len(cut)} of {len(prompts)} prompts were answered (none of more than {data.max_prompt_tokens} tokens "
+            f"is), and {len(examples)} answers begin within {settings.max_length} tokens. At least 2 are needed: "
+            "give more prompts, or larger --max-prompt-tokens, --max-length or --max-tokens."
+        )
     head, scales = new_head(decoder, train, settings)
     truth = Truth(decoder, head.target_ids)
     optimizer = torch.optim.AdamW(head.parameters(), lr=settings.learning_rate, betas=_BETAS, weight_decay=0.0)
@@ -117,7 +123,12 @@ def train_eagle3(
             assert isinstance(total, Tensor)
             optimizer.zero_grad(set_to_none=True)
             total.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            torch.nn.utils.clip_grad_norm_(head.parameters(), _CLIP)
+            norm = torch.nn.utils.clip_grad_norm_(head.parameters(), _CLIP)
+            if not bool(total.isfinite() & norm.isfinite()):
+                raise ConfigError(
+                    f"Training has run away: the loss of update {step + 1} or its gradient is no number. Remove "
+                    f"{checkpoint.path} if it is there, and give a smaller --learning-rate."
+                )
             optimizer.step()
             curve.append(round(float(total.detach()), 4))
             if (step + 1) % _SAVE_EVERY == 0:
@@ -292,6 +303,8 @@ def evaluate(head: Eagle3Head, examples: Sequence[Example], scales: Tensor, sett
         alive = torch.ones_like(batch.answered)
         for step, out in enumerate(lookahead(head, batch.ids, batch.taps, steps)):
             here = T - step - 1
+            if here < 1:
+                break
             # rows near the end are left out of all steps alike, so that a step's chance is over the same rows
             asked = alive[:, :here] & batch.answered[:, step + 1 :]
             hit = asked & (head.logits(out[:, :here]).argmax(-1) == following[:, step + 1 :])
@@ -338,41 +351,55 @@ class _Checkpoint:
     """Weights, optimiser and loss curve on disk, written whole or not at all."""
 
     def __init__(self, path: Path, settings: dict[str, Any], restart: bool) -> None:
-        self._path = path
+        self.path = path
         self._settings = json.dumps(settings, sort_keys=True)
         if restart:
             path.unlink(missing_ok=True)
 
     def load(self, head: Eagle3Head, optimizer: torch.optim.Optimizer) -> tuple[int, list[float]]:
         """The step to go on with and the curve so far; (0, []) without a checkpoint."""
-        if not self._path.exists():
+        if not self.path.exists():
             return 0, []
         try:
-            state = torch.load(self._path, weights_only=True)
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise IntegrityError(f"{self._path} cannot be read: {error}. Give --restart to begin again.") from error
-        if state["settings"] != self._settings:
+            state = torch.load(self.path, weights_only=True)
+            settings, step, curve = state["settings"], int(state["step"]), list(state["curve"])
+        except Exception as error:  # what is no pickle can fail in any way
+            raise self._damaged(error) from error
+        if settings != self._settings:
             raise ConfigError(
-                f"{self._path} was made with other settings or other data. Give those again, another --work folder, or "
+                f"{self.path} was made with other settings or other data. Give those again, another --work folder, or "
                 "remove that file to train anew on the same answers."
             )
-        head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
-        return state["step"], state["curve"]
+        try:
+            head.load_state_dict(state["head"])
+            optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._damaged(error) from error
+        return step, curve
+
+    def _damaged(self, error: Exception) -> IntegrityError:
+        # what torch says of pickles advises to run them
+        reason = "it holds no checkpoint" if isinstance(error, pickle.UnpicklingError) else str(error).split("\n")[0]
+        return IntegrityError(f"{self.path} cannot be read ({reason}). Remove it to train anew on the same answers.")
 
     def save(self, head: Eagle3Head, optimizer: torch.optim.Optimizer, step: int, curve: list[float]) -> None:
-        partial = self._path.with_suffix(".partial")
-        torch.save(
-            {
-                "settings": self._settings,
-                "head": head.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-                "curve": curve,
-            },
-            partial,
-        )
-        partial.replace(self._path)
+        """Raises ConfigError where it cannot be written, as on a full disk."""
+        partial = self.path.with_suffix(".partial")
+        state = {
+            "settings": self._settings,
+            "head": head.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": step,
+            "curve": curve,
+        }
+        try:
+            torch.save(state, partial)
+            partial.replace(self.path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            partial.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{self.path} cannot be written ({error}). Make room and give the same command again."
+            ) from error
 
 
 def _cut(example: Example, settings: TrainSettings) -> Example:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dropmatch.bench.results import parse_json
 from dropmatch.errors import DataError
 
 
@@ -35,7 +35,9 @@ def read_prompts(paths: Sequence[Path], *, exclude_tasks: Iterable[str] = ()) ->
 
 def _read(path: Path) -> list[TrainingPrompt]:
     if not path.is_file():
-        raise DataError(f"{path} does not exist. Give a JSON-lines file, plain or as .gz.")
+        raise DataError(
+            f"{path} {'is no file' if path.exists() else 'does not exist'}. Give a JSON-lines file, plain or as .gz."
+        )
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -45,14 +47,15 @@ def _read(path: Path) -> list[TrainingPrompt]:
 
 
 def _prompt(line: bytes, where: str, number: int) -> TrainingPrompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}). Each line must be one JSON object.") from error
+    record = parse_json(line, where, "Each line must be one JSON object.")
     if not isinstance(record, dict):
         raise DataError(f"{where}: not a JSON object.")
     turns = record.get("turns")
     text = record.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: neither 'prompt' nor 'turns' holds any text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: the prompt is no valid Unicode text ({error.reason}). Mend or remove it.") from error
     return TrainingPrompt(str(record.get("id", number)), str(record.get("task", "")), text)
