@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,22 @@ def test_memory_is_limited() -> None:
     outcome = run("x = bytearray(1 << 30)")
     assert (outcome.status, outcome.detail) == ("memory", "MemoryError")
     assert run("x = []\nwhile True: x.append(bytearray(1 << 20))").status in ("memory", "killed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted on Linux alone")
+def test_threads_are_limited() -> None:
+    """Threads cost a program little memory, and the system a place among its processes."""
+    program = """
+        import threading, time
+        threading.stack_size(1 << 16)
+        for _ in range(40):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        time.sleep({seconds})
+        """
+    limits = replace(QUICK, threads=20)
+    outcome = run(program.replace("{seconds}", "60"), limits=limits)
+    assert (outcome.status, outcome.detail) == ("threads", "over the limit of 20 threads")
+    assert run(program.replace("{seconds}", "0.5"), limits=replace(QUICK, threads=60)).passed
 
 
 def test_output_is_cut_and_still_read() -> None:

@@ -5,15 +5,15 @@ new processes, signals to others, their shared memory, queues and semaphores, an
 of files; Landlock (kernel 5.13 and later) lets the program write below its temporary folder and read the Python and
 system libraries, and nothing else. Where one of them is missing, an audit hook of Python does its part, which native
 code can go around. Everywhere: limits on memory, CPU time, wall time, files and output; an empty environment; no
-standard input but the text given; the process group is killed at the end.
+standard input but the text given; the process group is killed at the end. Threads are counted on Linux.
 
 Not covered: a program that is written to cheat the checks it shares a process with (returning objects that equal
 everything; reading the checks from the frame that calls it, or tracing them; searching the interpreter's memory for
 the report's token), reading the files of installed packages, seeing which other files there are and how large, faults
-of the kernel, use of a CPU core and of memory up to the limits, what the folder holds between two looks, and timing;
-nor are files counted that were removed while open (at most 64 of file_bytes each, and memory_bytes of mapped ones). It
-is made for code that is wrong or careless, not for a determined attacker: run untrusted models in a virtual machine or
-container as well.
+of the kernel, use of a CPU core and of memory up to the limits, what the folder holds and how many threads run between
+two looks, and timing; nor are files counted that were removed while open (at most 64 of file_bytes each, and
+memory_bytes of mapped ones). It is made for code that is wrong or careless, not for a determined attacker: run
+untrusted models in a virtual machine or container as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, Literal
 from dropmatch.bench import sandbox_child
 from dropmatch.errors import ConfigError, StateError
 
-Status = Literal["finished", "exited", "failed", "timeout", "memory", "output", "files", "killed"]
+Status = Literal["finished", "exited", "failed", "timeout", "memory", "output", "files", "threads", "killed"]
 
 _CHILD = Path(sandbox_child.__file__)
 _START_SECONDS = 60.0  # for the interpreter to start on a busy machine
@@ -53,7 +53,8 @@ _FAILURES: tuple[Status, ...] = ("exited", "failed", "memory")  # that a program
 class Limits:
     """What one program may use. cpu_seconds is what usually stops an endless loop, so that a busy machine fails no
     program that is right; wall_seconds stops one that sleeps. file_bytes: one file; folder_bytes: all files together;
-    folder_entries: files and folders, empty or not; output_bytes: what is kept of each of the two outputs."""
+    folder_entries: files and folders, empty or not; output_bytes: what is kept of each of the two outputs; threads:
+    counted on Linux alone."""
 
     cpu_seconds: int = 10
     wall_seconds: float = 40.0
@@ -62,6 +63,7 @@ class Limits:
     folder_bytes: int = 64 << 20
     folder_entries: int = 5000
     output_bytes: int = 1 << 16
+    threads: int = 256
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -81,8 +83,8 @@ class Call:
 class Outcome:
     """How a program ended.
 
-    status: finished (ran to its end), exited (raised SystemExit), failed (raised), timeout, memory, output or files
-    (over a limit), killed (the process ended without a report); detail: the exception or signal, for people;
+    status: finished (ran to its end), exited (raised SystemExit), failed (raised), timeout, memory, output, files or
+    threads (over a limit), killed (the process ended without a report); detail: the exception or signal, for people;
     calls: of run_calls, those that came to an end; protections: "seccomp", "landlock", "audit hook".
     """
 
@@ -326,6 +328,8 @@ class _Watch:
                     next_look = now + _POLL_SECONDS
                     if _is_too_full(self.folder, self.limits):
                         return "files"
+                    if _num_threads(self.process.pid) > self.limits.threads:
+                        return "threads"
 
     def _send(self, unsent: memoryview, selector: selectors.BaseSelector) -> memoryview:
         try:
@@ -366,6 +370,15 @@ def _is_too_full(folder: str, limits: Limits) -> bool:
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # hidden: too deep for a path, or not to be read
                 return True
     return False
+
+
+def _num_threads(pid: int) -> int:
+    """Threads of a process; 0 where the system has no /proc to tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # behind the name, from the third on
+    except OSError:
+        return 0
+    return int(fields[17])
 
 
 def _outcome(watch: _Watch, token: str, over: Status | None, num_calls: int) -> Outcome:
@@ -427,5 +440,6 @@ def _limit_in_words(over: Status, limits: Limits) -> str:
         "timeout": f"{limits.wall_seconds:g} s of wall time",
         "files": f"{limits.folder_bytes >> 20} MiB, {limits.folder_entries} entries or the longest path of files",
         "output": f"{_REPORT_BYTES >> 20} MiB of results",
+        "threads": f"{limits.threads} threads",
     }
     return words[over]
