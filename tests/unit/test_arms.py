@@ -51,6 +51,8 @@ def test_an_arm_may_have_its_own_settings() -> None:
         ("dropmatch@L=0", "'L'.*'0'"),
         ("dropmatch@seed=-1", r"'seed'.*'-1'.*\[0|'seed'.*'-1'.*at least 0"),
         ("dropmatch@seed=x", "'seed'.*'x'"),
+        ("dropmatch@guard=nan", r"nan.*\[0, 1\]"),
+        ("dropmatch@guard-ratio=-1", r"-1.*\[0, 1\]"),
     ],
 )
 def test_bad_values_are_named(rule: str, message: str) -> None:

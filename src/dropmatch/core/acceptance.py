@@ -331,7 +331,7 @@ def make_rule(name: str, options: RuleOptions | None = None) -> AcceptanceRule:
         )
     rules = tuple(_make_atom(atom, options) for atom in atoms)
     rule = rules[0] if len(rules) == 1 else AnyOf(rules)
-    if (options.guard_prob > 0 or options.guard_ratio > 0) and "lossless" not in atoms:
+    if (options.guard_prob != 0 or options.guard_ratio != 0) and "lossless" not in atoms:  # NaN goes to be refused
         rule = Guard(rule, options.guard_prob, options.guard_ratio)
     return rule
 
