@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import json
 import pickle
@@ -130,6 +131,11 @@ FILE_ERRORS: dict[str, tuple[str, bytes, str]] = {
     "cut gzip": ("a.jsonl.gz", gzip.compress(json.dumps(GSM8K).encode())[:-12], "a.jsonl.gz: not a whole gzip file"),
     "deep": ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl, line 1: nested too deep"),
     "UTF-16": ("a.jsonl", json.dumps(GSM8K).encode("utf-16"), "line 1: not UTF-8 text but UTF-16; save it as UTF-8"),
+    "half a character": (
+        "a.jsonl",
+        json.dumps(GSM8K).encode() + b"\n" + json.dumps({**GSM8K, "id": "2", "prompt": "a \ud83d"}).encode(),
+        "a.jsonl, line 2: the text holds '\\ud83d', half of a character",
+    ),
     "a BOM": ("a.jsonl", b"\xef\xbb\xbf" + json.dumps(GSM8K).encode(), "byte-order mark; save it as UTF-8 without one"),
 }
 
@@ -170,6 +176,11 @@ RECORD_ERRORS: dict[str, tuple[object, str]] = {
     "no tests": (_without(HUMANEVAL, "tests"), "the field 'tests' is missing or not a string"),
     "tests are one string": ({**MBPP, "tests": "assert 1"}, "the field 'tests' is missing or not a list"),
     "tests are numbers": ({**MBPP, "tests": [1]}, "the field 'tests' must be a list of at least one assert"),
+    "entry point without a name": (
+        {**HUMANEVAL, "entry_point": ""},
+        "'entry_point' must name a function, and it is ''",
+    ),
+    "entry point of a call": ({**MBPP, "entry_point": "f(1)"}, "'entry_point' must name a function, and it is 'f(1)'"),
     "no entry point": (_without(MBPP, "entry_point"), "the field 'entry_point' is missing"),
     "no instructions": ({**IFEVAL, "meta": {"kwargs": []}}, "the field 'meta.instruction_id_list' is missing"),
     "question without turns": ({"question_id": 1, "turns": None}, "the field 'turns' is missing or not a list"),
@@ -249,6 +260,20 @@ def test_records_that_lack_something_are_named_with_the_line(case: str, write: W
         load_items(write(GSM8K, record))
     assert "set.jsonl, line 2: " in str(error.value)
     assert message in str(error.value)
+
+
+def test_files_that_may_not_be_read_are_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended in a traceback."""
+    path = write(GSM8K)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("dropmatch.bench.tasks.load._opened", refuse)
+    with pytest.raises(DataError, match=r"set\.jsonl cannot be read \(Permission denied\)"):
+        load_items(path)
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long\)"):
+        load_items("x" * 5000)
 
 
 def test_an_id_that_comes_twice_is_named_with_both_lines(write: Write) -> None:

@@ -71,9 +71,17 @@ def completed_program(prompt: str, code: str, entry_point: str) -> str:
     return f"{prompt[: unfinished.start()] if unfinished else prompt}\n{code}"
 
 
+def entry_point_fault(record: Mapping[str, Any]) -> str | None:
+    """No code defines a function without a name."""
+    name = record["entry_point"]
+    return None if name.isidentifier() else f"the field 'entry_point' must name a function, and it is {name!r}"
+
+
 def completion_fault(record: Mapping[str, Any]) -> str | None:
     """HumanEval: tests without check can only fail."""
-    return None if defines(record["tests"], "check") else "the field 'tests' does not define check"
+    if not defines(record["tests"], "check"):
+        return "the field 'tests' does not define check"
+    return entry_point_fault(record)
 
 
 def description_fault(record: Mapping[str, Any]) -> str | None:
@@ -83,7 +91,7 @@ def description_fault(record: Mapping[str, Any]) -> str | None:
         return "the field 'tests' must be a list of at least one assert, each a string that is not blank"
     if not isinstance(meta, dict) or not isinstance(meta.get("test_setup_code", ""), str):
         return "the field 'meta' is not an object, or its 'test_setup_code' is not a string"
-    return None
+    return entry_point_fault(record)
 
 
 def score_completion(item: Item, answers: Sequence[str]) -> Score:

@@ -40,7 +40,7 @@ def load_items(source: str | Path, count: int | None = None, *, start: int = 0, 
     items: list[Item] = []
     places: dict[str, str] = {}
     files = find_files(source)
-    for where, record in (pair for path in files for pair in _records(path)):
+    for where, record in (pair for path in files for pair in _readable(path)):
         item = _item(record, where, len(items), task)
         if item.id in places:
             raise DataError(f"{where}: the id {item.id!r} is taken already ({places[item.id]}).")
@@ -55,6 +55,14 @@ def load_items(source: str | Path, count: int | None = None, *, start: int = 0, 
         asked = f"{wanted} were asked for" if start == 0 else f"those from {start} on, up to {wanted}, were asked for"
         raise DataError(f"{files[0]} has {len(items)} items, and {asked}.")
     return items[start:]
+
+
+def _readable(path: Path) -> Iterator[tuple[str, object]]:
+    """`_records`, with a DataError where the file may not be read."""
+    try:
+        yield from _records(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}). Give a file that you may read.") from error
 
 
 def _records(path: Path) -> Iterator[tuple[str, object]]:
@@ -123,6 +131,13 @@ def _item(given: object, where: str, number: int, asked_task: str | None) -> Ite
         turns = task.word(record)
     except TypeError as error:  # a list of something else than strings
         raise DataError(f"{where}: a field holds something else than it should ({error}).") from error
+    try:
+        "".join([record["id"], *turns]).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{where}: the text holds {half!r}, half of a character. Write it whole, or in UTF-8."
+        ) from None
     return Item(record["id"], record["task"], turns, record, task.stop, task.max_new_tokens)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dropmatch.bench.sandbox import Limits, Outcome, run_calls
-from dropmatch.bench.tasks.code import completed_program, extract_code
+from dropmatch.bench.tasks.code import completed_program, entry_point_fault, extract_code
 from dropmatch.bench.tasks.item import Item, Score, one_answer
 from dropmatch.errors import DataError
 
@@ -25,7 +25,9 @@ _RELATIVE_TOLERANCE = 1e-7
 
 def plus_fault(record: Mapping[str, Any]) -> str | None:
     """Without inputs any code would pass."""
-    return None if record["base_input"] or record["plus_input"] else "'base_input' and 'plus_input' are both empty"
+    if not record["base_input"] and not record["plus_input"]:
+        return "'base_input' and 'plus_input' are both empty"
+    return entry_point_fault(record)
 
 
 def score_plus(item: Item, answers: Sequence[str]) -> Score:

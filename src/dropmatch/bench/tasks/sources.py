@@ -51,8 +51,12 @@ def find_files(source: str | Path) -> list[Path]:
 
 
 def _existing(path: Path) -> Path:
-    if not path.is_file():
-        what = "is no file" if path.exists() else "does not exist"
+    try:
+        is_file, exists = path.is_file(), path.exists()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). Give a file that you may read.") from error
+    if not is_file:
+        what = "is no file" if exists else "does not exist"
         raise DataError(
             f"{path} {what}. Give a file of items, {', '.join(['humaneval_plus', *_ON_HUB])} or hub:OWNER/NAME/FILE."
         )
