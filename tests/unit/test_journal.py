@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.results import write_whole
@@ -156,6 +157,26 @@ def test_entries_are_found_by_key_and_damaged_ones_named(output: Path) -> None:
         journal.entries[1]["time"]["split"]["x"] = None
         with pytest.raises(DataError, match=r"line 3: time\.split has an entry that is not a finite number"):
             journal.found("time", {"split": dict}, numbers="split", is_inner=True)
+
+
+@pytest.mark.parametrize("name", ["run.json.journal", "run.json.journal.lock"])
+def test_a_journal_that_cannot_be_opened_is_named(name: str, output: Path) -> None:
+    """It ended in a traceback, or in a word on another run that there was not."""
+    (output.parent / name).mkdir(parents=True)
+    for _ in range(2):  # nothing is left locked
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read and written.*another --output"):
+            Journal(output, SETTINGS)
+
+
+def test_a_lock_that_cannot_be_made_is_no_other_run(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a folder takes no files, as in /proc, the lock is not had either."""
+
+    def refuse(lock: FileLock, **_: object) -> None:
+        raise Timeout(lock.lock_file)
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with pytest.raises(ConfigError, match="cannot be read and written"):
+        Journal(output, SETTINGS)
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one_alone(

@@ -35,23 +35,29 @@ class Journal:
         """Open the journal of a results file, or begin one. restart: throw an earlier one away; newer: settings that
         journals of older versions do not have, and that then fit.
 
-        Raises ConfigError if it belongs to other settings or another run writes it now, DataError naming file and line
-        if it cannot be read.
+        Raises ConfigError if it belongs to other settings, another run writes it now or it may not be read or written,
+        DataError naming file and line if it is damaged.
         """
         self.path = output.with_name(output.name + ".journal")
         self.entries: list[dict[str, Any]] = []
         self.left: dt.datetime | None = None
         settings = json.loads(json.dumps(settings))  # as it reads back
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))
+        lock = self.path.with_name(self.path.name + ".lock")
+        self._lock = FileLock(lock)
         try:
+            output.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
-        except Timeout:
+        except OSError as error:  # Timeout is one too
+            if not isinstance(error, Timeout) or not lock.exists():
+                raise _unusable(lock, error) from error
             raise ConfigError(
                 f"Another run is writing {self.path} now. Wait until it has ended, or name another --output."
             ) from None
         try:
             self._open(settings, output, restart=restart, newer=newer)
+        except OSError as error:
+            self._unlock()
+            raise _unusable(self.path, error) from error
         except BaseException:
             self._unlock()
             raise
@@ -126,6 +132,11 @@ class Journal:
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    why = f" ({error.strerror})" if error.strerror else ""
+    return ConfigError(f"{path} cannot be read and written{why}. Make it yours or remove it, or name another --output.")
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
