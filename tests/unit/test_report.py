@@ -485,6 +485,10 @@ def damage(*keys: Any, value: Any = None) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (damage("kind", value="bench-quick"), "'bench-quick'"),
+        (damage("summary", 0, "p_value", value=10**400), "summary[0].p_value is too large a number"),
+        (damage("summary", 0, "tau", value=1e300), "summary[0].tau is too large a number"),
+        (damage("arms", "plain", "items", "gsm8k/test/1", "logprobs", value=[1e200] * 20), "entry that is too large"),
+        (damage("arms", "plain", "items", "gsm8k/test/1", "tokens", value=[-1] * 20), "has -1, which is no token"),
         (damage("format", value=2), "format 1"),
         (damage("summary"), "'summary' is missing"),
         (damage("provenance"), "'provenance' is missing"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dropmatch.core.reasons import Reason
 from dropmatch.errors import DataError
@@ -14,6 +14,8 @@ NUMBER = (int, float)
 MAYBE = (int, float, type(None))
 _RECORD = {"tokens": list, "text": str, "reasons": list, "logprobs": list, "lossy": list, "judged": list}
 _LOSSY = {"index": int, "token": int, "best_token": int, "prob": NUMBER, "best_prob": NUMBER, "reason": str}
+_MOST: Final = 1e15  # beyond any figure of a run; sums and quotients of such numbers are still numbers
+_MOST_TOKEN: Final = 2**31 - 1
 _NAMES: dict[Any, str] = {
     str: "text",
     int: "a whole number",
@@ -49,12 +51,13 @@ class Fields:
             if key not in value:
                 raise self.error(f"{name} is missing")
             if not is_kind(value[key], kinds):
-                raise self.error(f"{name} is not {_NAMES[kinds]}")
+                raise self.error(f"{name} is {_fault(value[key], kinds)}")
 
     def entries(self, at: str, values: Iterable[Any], kinds: Any) -> None:
         """Check the kind of each entry of a list. Raises DataError."""
-        if not all(is_kind(value, kinds) for value in values):
-            raise self.error(f"{at} has an entry that is not {_NAMES[kinds]}")
+        wrong = [value for value in values if not is_kind(value, kinds)]
+        if wrong:
+            raise self.error(f"{at} has an entry that is {_fault(wrong[0], kinds)}")
 
     def record(self, at: str, record: Any) -> None:
         """Check one answer of a comparison. Raises DataError."""
@@ -73,6 +76,9 @@ class Fields:
             self.check(f"{at}.lossy[{i}]", token, _LOSSY)
             if not is_kind(token.get("best_piece", ""), str):
                 raise self.error(f"{at}.lossy[{i}].best_piece is not text")
+        for token in (*record["tokens"], *(lossy["best_token"] for lossy in record["lossy"])):
+            if not 0 <= token <= _MOST_TOKEN:
+                raise self.error(f"{at} has {token}, which is no token")
         for i, entry in enumerate(record["judged"]):
             if (
                 not isinstance(entry, list)
@@ -86,9 +92,14 @@ class Fields:
                 raise self.error(f"{at}.judged[{i}] is not [index, divergence, radius, reason, probability]")
 
 
+def _fault(value: Any, kinds: Any) -> str:
+    is_number = isinstance(value, NUMBER) and not isinstance(value, bool) and abs(value) < math.inf
+    return "too large a number" if is_number and abs(value) > _MOST else f"not {_NAMES[kinds]}"
+
+
 def is_kind(value: Any, kinds: Any) -> bool:
-    """Like isinstance, but true is no number, and neither are NaN and infinity."""
+    """Like isinstance, but true is no number, and neither are NaN, infinity and what is larger than any figure."""
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     if isinstance(value, bool):
         return bool in allowed
-    return isinstance(value, allowed) and not (isinstance(value, float) and not math.isfinite(value))
+    return isinstance(value, allowed) and not (isinstance(value, NUMBER) and not abs(value) <= _MOST)
