@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -456,3 +457,15 @@ def test_ctrl_c_ends_every_command_with_a_line(command: Command, monkeypatch: py
     monkeypatch.setattr("dropmatch.load", interrupted)
     done = command("generate", PROMPT)
     assert (done.code, done.err) == (130, "\nStopped.\n")
+
+
+def test_a_file_that_may_not_be_read_is_one_line(generate: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model folder of somebody else's ended in a traceback."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "models/config.json")
+
+    monkeypatch.setattr("dropmatch.load", refuse)
+    done = generate("a prompt")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: models/config.json: Permission denied. Give a path that is yours.\n"

@@ -504,11 +504,14 @@ def test_damaged_answers_of_a_result_are_named(
     output = tmp_path / "c.json"
     result = run(monkeypatch, pair, data, output, *QUIET, "--num", "1")
     at = "arms['lossless L=3'].items['gsm8k/test/0']"
+    first = result["arms"]["lossless L=3"]["items"]["gsm8k/test/0"]
     nothing = {"tokens": [], "pieces": [], "reasons": [], "logprobs": [], "lossy": [], "judged": []}
     for change, message in (
         ({"texts": ...}, f"{at}.texts is missing"),
         ({"rounds": ...}, f"{at}.rounds is missing"),
         ({"rounds": 0}, f"{at} has no round or no token"),
+        ({"rounds": 10**400}, f"{at}.rounds is too large a number"),
+        ({"tokens": [2**31, *first["tokens"][1:]]}, f"{at} has 2147483648, which is no token"),
         (nothing, f"{at} has no round or no token"),
         ({"accepted_at": []}, f"{at} counts drafted and kept tokens at unlike numbers of places"),
     ):
@@ -559,7 +562,7 @@ def test_a_prompt_given_twice_is_refused(
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, pair, data, tmp_path / "c.json", "--data", str(data))
     assert stop.value.code == 2
-    assert "gsm8k/test/0" in capsys.readouterr().err
+    assert f"{data}: the id 'gsm8k/test/0' is taken already ({data})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", '{"kind": "bench-quick"}', '{"kind": "compare", "format": 1}'])

@@ -429,6 +429,9 @@ def test_task_files_are_finished_for_a_folder_of_data(tmp_path: Path) -> None:
         write_tasks(templates, data, tmp_path / "out")
     (templates / "a.yaml").write_text("data: DATA_DIR/a.jsonl\n")
     assert write_tasks(templates, data, tmp_path / "out") == ["a"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        write_tasks(templates, data, tmp_path / "file" / "out")
     assert (tmp_path / "out" / "a.yaml").read_text() == f"data: {data}/a.jsonl\n"
     assert str(data) in (tmp_path / "out" / "utils_local.py").read_text()
     with pytest.raises(ConfigError, match="not empty"):

@@ -57,12 +57,18 @@ app.add_typer(analyze_app, name="analyze")
 
 
 def run() -> None:
-    """Run the command line. Our own errors become one message and exit code 2, warnings one line each."""
+    """Run the command line. Our own errors, and files that may not be read or written, become one message and exit code
+    2, warnings one line each."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         app()
     except DropMatchError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(2)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        typer.secho(f"error: {error.filename}: {error.strerror}. Give a path that is yours.", fg="red", err=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
         sys.stderr.close()

@@ -38,13 +38,17 @@ def load_prompts(sources: list[str], num: int | None, start: int) -> list[Item]:
     """Prompts of all files, each id once."""
     from dropmatch.bench.tasks import load_items
 
-    items = [item for source in sources for item in load_items(source, num, start=start)]
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ConfigError(f"Two prompts have the id {item.id!r}. Give each file once, or rename one of them.")
-        seen.add(item.id)
-    return items
+    items: dict[str, Item] = {}
+    origin: dict[str, str] = {}
+    for source in sources:
+        for item in load_items(source, num, start=start):
+            if item.id in items:
+                raise ConfigError(
+                    f"{source}: the id {item.id!r} is taken already ({origin[item.id]}). Give each file once, or "
+                    "rename one of the two prompts."
+                )
+            items[item.id], origin[item.id] = item, source
+    return list(items.values())
 
 
 def parse_lengths(text: str, *, name: str = "--lengths") -> list[int]:

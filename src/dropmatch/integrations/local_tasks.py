@@ -45,7 +45,10 @@ def write_tasks(templates: Path, data: Path, output: Path) -> list[str]:
     sources = sorted(templates.glob("*.yaml"))
     if not sources:
         raise ConfigError(f"{templates} holds no task files (*.yaml).")
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be made ({error.strerror}). Name a folder that is yours.") from error
     folder = str(data.resolve())
     for source in sources:
         (output / source.name).write_text(source.read_text("utf-8").replace(PLACEHOLDER, folder), encoding="utf-8")
