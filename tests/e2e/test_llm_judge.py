@@ -349,6 +349,7 @@ UNUSABLE = {
     "html": Response(body="<html>sorry</html>", content_type="text/html"),
     "half a JSON": Response(body='{"choices": [{"mess'),
     "no choices": Response(body='{"choices": []}'),
+    "choices by name": Response(body='{"choices": {"a": 1}}'),
     "no text": Response(body='{"choices": [{"index": 0, "message": {"role": "assistant", "content": null}}]}'),
     "refused": Response(status=400, body='{"error": {"message": "too long"}}'),
     "silence": Response("[[5]]", delay=1.0),

@@ -115,17 +115,22 @@ def paths_of(tree: DraftTree, b: int) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("name", eagle.VARIANTS)
-def test_a_tree_holds_the_best_paths_grown_by_hand_in_every_round(model: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "total", "top_k"),
+    [*((name, 9, 3) for name in eagle.VARIANTS), (next(iter(eagle.VARIANTS)), 4, 12)],
+)
+def test_a_tree_holds_the_best_paths_grown_by_hand_in_every_round(
+    model: Any, name: str, total: int, top_k: int
+) -> None:
     head = head_for(model, **eagle.VARIANTS[name])
-    target, drafter = spied(model, head, tree_tokens=9, top_k=3)
+    target, drafter = spied(model, head, tree_tokens=total, top_k=top_k)
     engine = SpeculativeEngine(target, drafter, rule="exact", config=EngineConfig(draft_length=3, max_batch=3))
     run(engine, PROMPTS[:3], SamplingParams(max_new_tokens=5))
     assert len(drafter.seen) >= 2
     for prefixes, tree, max_new in drafter.seen:
         for b, ids in enumerate(prefixes):
             if max_new[b] == 3:
-                expected = by_hand(model, head, ids, 3, 3, 9)
+                expected = by_hand(model, head, ids, 3, top_k, total)
                 assert sorted(paths_of(tree, b)) == sorted(expected)
 
 
@@ -300,7 +305,7 @@ def test_a_target_without_taps_is_refused(model: Any) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("options", [{"tree_tokens": 1}, {"top_k": 0}, {"top_k": True}])
+@pytest.mark.parametrize("options", [{"tree_tokens": 1}, {"tree_tokens": 10**6}, {"top_k": 0}, {"top_k": True}])
 def test_sizes_that_make_no_tree_are_refused(model: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="is not allowed"):
         Eagle3Drafter(head_for(model), eagle.V, **options)

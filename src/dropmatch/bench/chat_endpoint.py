@@ -160,7 +160,8 @@ async def _ask(client: Any, endpoint: ChatEndpoint, messages: Messages) -> str:
     except ValueError as error:  # a body that is not JSON
         raise _NoReply(f"the reply is not JSON ({error})", is_unwell=True) from error
     choices = getattr(answer, "choices", None)
-    content = getattr(getattr(choices[0], "message", None), "content", None) if choices else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    content = getattr(getattr(first, "message", None), "content", None)
     if not isinstance(content, str):
         raise _NoReply("the reply holds no text under choices[0].message.content", is_unwell=False)
     return content

@@ -27,6 +27,9 @@ TREE_TOKENS = 60
 TREE_TOP_K = 10
 """Children tried per node and nodes expanded per level, likewise."""
 
+MOST_TREE_TOKENS = 4096
+"""Larger trees are refused: far beyond any use, and candidates take memory with the square of a level's width."""
+
 _BLIND_RULES = (TargetMatch, HeadMatch, MajorityMatch, RejectionSampling)
 """Rules that never look at the distribution of drafts chosen by rank, which costs a vocabulary per node."""
 
@@ -34,8 +37,8 @@ _BLIND_RULES = (TargetMatch, HeadMatch, MajorityMatch, RejectionSampling)
 class Eagle3Drafter:
     """Trees from an EAGLE-3 head. The target must be wrapped with the head's taps (HFModel(tap_layers=...)).
 
-    tree_tokens: most nodes of a tree, the root included. top_k: children tried per node, and nodes expanded per level;
-    1 drafts chains. A tree's depth is the request's draft length: the official code's --depth plus one.
+    tree_tokens: most nodes of a tree, the root included, 2 to 4,096. top_k: children tried per node, and nodes expanded
+    per level; 1 drafts chains. A tree's depth is the request's draft length: the official code's --depth plus one.
     vocab_size: the target's. Tokens are chosen by rank at temperature 1, whatever the request's own temperature.
     """
 
@@ -47,6 +50,8 @@ class Eagle3Drafter:
         for name, value, least in (("tree_tokens", tree_tokens, 2), ("top_k", top_k, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r} is not allowed. Give a whole number of at least {least}.")
+        if tree_tokens > MOST_TREE_TOKENS:
+            raise ConfigError(f"tree_tokens={tree_tokens} is not allowed. Give at most {MOST_TREE_TOKENS}.")
         self.head = head
         self.vocab_size = vocab_size
         self.tree_tokens = tree_tokens
@@ -137,7 +142,8 @@ class Eagle3Drafter:
         """Level by level: expand the k best candidates of the last level, keep all their children as candidates."""
         assert self._last is not None
         B, device = len(rows), roots.device
-        k = min(self.top_k, self.head.settings.draft_vocab_size)
+        # a candidate behind tree_tokens - 1 better ones of its level is never kept, nor is what grows from it
+        k = min(self.top_k, self.head.settings.draft_vocab_size, self.tree_tokens - 1)
         limit = torch.tensor(limits, device=device)
         stable = torch.tensor(self._cache.lengths, device=device)
         processing = _Processing(rows, device, self.head.target_ids, self.vocab_size)
