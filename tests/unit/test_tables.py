@@ -71,7 +71,7 @@ def shown(result: Result, tmp_path: Path, form: str = "") -> str:
 # -- documents ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/closed-form.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/closed-form.md", "docs/vllm.md"])
 def test_tables_in_the_documents_are_those_of_the_results_files(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "results:begin results/" in text
