@@ -294,12 +294,15 @@ def _messages_or_ids(prompt: Sequence[Any] | Tensor) -> list[Any]:
     return items
 
 
-def load_draft_model(draft: str, decoder: Decoder, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """The same target with a draft model in its drafter's place. draft: as for `load`.
+def load_draft_model(
+    draft: str, decoder: Decoder, *, dtype: str = "auto", device: str = "auto", draft_weights: DraftWeights = "own"
+) -> Decoder:
+    """The same target with a draft model in its drafter's place. draft, draft_weights: as for `load`.
 
-    Raises ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError."""
+    Raises ModelNotFoundError, UnsupportedModelError, TokenizerMismatchError, UnknownNameError."""
+    check_choice("draft_weights", draft_weights, get_args(DraftWeights))
     check_tokenizers(decoder.tokenizer, load_tokenizer(draft))
-    model = _wrapped_draft(load_model(draft, dtype=dtype, device=device), "own", pack_weights=True)
+    model = _wrapped_draft(load_model(draft, dtype=dtype, device=device), draft_weights, pack_weights=True)
     limits = [limit for limit in (decoder.config.max_length, model.max_positions) if limit is not None]
     return Decoder(
         decoder.target,

@@ -165,7 +165,10 @@ def test_train_generate_and_bench_from_the_command_line(
     output = tmp_path / "bench.json"
     bench = ("bench", "eagle3", "--target", target, "--draft", str(made), "--data", str(prompts), "--num", "2")
     bench += ("--lengths", "2,3", "-n", "8", "--speed-items", "1", "--speed-tokens", "8", "--p-drop", "0.05")
-    assert run_cli(monkeypatch, *bench, "--draft-model", target, "--output", str(output)) == 0
+    assert run_cli(monkeypatch, *bench, "--draft-weights", "int8", "--output", str(output)) == 2
+    assert "Name one with --draft-model" in capsys.readouterr().err
+    drafted = ("--draft-model", target, "--draft-weights", "int8")
+    assert run_cli(monkeypatch, *bench, *drafted, "--output", str(output)) == 0
     assert "Far from the training text" in capsys.readouterr().out
     result = json.loads(output.read_text())
     assert [(row["rule"], row["draft_length"], row["paper_depth"]) for row in result["depths"]] == [
@@ -179,7 +182,8 @@ def test_train_generate_and_bench_from_the_command_line(
         (drafter, domain) for drafter in ("eagle3", "ngram", "draft-model") for domain in ("own", "other")
     }
     own = [row["tau"] for row in result["domains"] if row["drafter"] == "draft-model"]
-    assert min(own) > 2.5  # the target drafts for itself
+    assert min(own) >= 2  # the target drafts for itself, in 8 bits
+    assert result["settings"]["draft_weights"] == "int8"
     assert result["provenance"]["torch"] == torch.__version__
     depths, domains = tables(table([(output, "bench.json")]))
     assert [cell.split(" ")[0] for cell in column(depths, "tau")] == [f"{row['tau']:.2f}" for row in result["depths"]]

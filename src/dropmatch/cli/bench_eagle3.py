@@ -24,6 +24,7 @@ from dropmatch.cli.runs import (
     say_written,
     stoppable,
 )
+from dropmatch.errors import ConfigError
 
 
 def bench_eagle3(
@@ -36,6 +37,7 @@ def bench_eagle3(
     target: o.Target = "small",
     draft: Annotated[str, typer.Option(help="The head: a folder, a hub id, or eagle3 for the pair's own.")] = "eagle3",
     draft_model: Annotated[str | None, typer.Option(help="A draft model to set beside it.")] = None,
+    draft_weights: o.DraftWeights = "own",
     num: Annotated[int | None, typer.Option(min=1, help="Prompts of each file. Left out: all.")] = 20,
     start: Start = 0,
     lengths: Annotated[
@@ -64,6 +66,8 @@ def bench_eagle3(
     from dropmatch.bench.settings import CompareSettings
 
     levels = parse_lengths(lengths)
+    if draft_model is None and draft_weights != "own":
+        raise ConfigError(f"--draft-weights={draft_weights} is for a draft model. Name one with --draft-model.")
     Eagle3Bench(levels, rule, other_rule).check()
     check_writable(output)
     parts_folder(output)
@@ -82,10 +86,17 @@ def bench_eagle3(
         tree_top_k=tree_top_k,
     )
     model = None
+    own_weights = {} if draft_weights == "own" else {"draft_weights": draft_weights}
     if draft_model is not None:
         from dropmatch.api import load_draft_model
 
-        model = load_draft_model(draft_model, decoder, dtype=dtype, device=device)
+        model = load_draft_model(
+            draft_model,
+            decoder,
+            dtype=dtype,
+            device=device,
+            draft_weights=draft_weights,  # type: ignore[arg-type]
+        )
     with stoppable(output):
         result = run_eagle3(
             decoder,
@@ -101,7 +112,7 @@ def bench_eagle3(
                 speed_tokens=speed_tokens,
                 strips=2,
             ),
-            described=describe(target, draft, data, draft_model=draft_model),
+            described=describe(target, draft, data, draft_model=draft_model, **own_weights),
             data=[*data, *(other_data or ["korean"])],
             output=output,
             restart=restart,
