@@ -196,8 +196,9 @@ def test_auto_says_what_it_chose(command: Command, pair: tiny.TinyPair) -> None:
 
 @pytest.fixture
 def tiny_pairs(pair: tiny.TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the named pairs tiny."""
+    """Makes the named pairs tiny; the head that comes with the package is for the real one."""
     monkeypatch.setattr(dropmatch.api, "ensure_pair", lambda name: Pair(name, pair.target, pair.draft))
+    monkeypatch.setattr(dropmatch.api, "shipped_head", lambda target: None)
 
 
 @pytest.mark.usefixtures("tiny_pairs")

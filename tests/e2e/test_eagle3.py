@@ -18,7 +18,7 @@ from dropmatch.bench.tables import table
 from dropmatch.cli import main
 from dropmatch.config import EngineConfig
 from dropmatch.eagle3 import find
-from dropmatch.eagle3.checkpoint import save_head
+from dropmatch.eagle3.checkpoint import read_settings, read_tensors, save_head
 from dropmatch.eagle3.drafter import Eagle3Drafter
 from dropmatch.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from dropmatch.hf import hub
@@ -115,6 +115,19 @@ def test_the_packages_own_head_is_for_its_pair_alone(monkeypatch: pytest.MonkeyP
     assert find.shipped_head("small") is None
     with pytest.raises(ModelNotFoundError, match="dropmatch train eagle3 --target small"):
         dropmatch.load("small", "eagle3")
+
+
+def test_the_packages_own_head_is_small_whole_and_records_how_it_was_made() -> None:
+    folder = find.shipped_head("small")
+    assert folder is not None
+    settings, tensors = read_settings(folder), read_tensors(folder)
+    assert (settings.hidden_size, settings.vocab_size, settings.draft_vocab_size) == (576, 49152, 4096)
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.is_floating_point())
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16_000_000
+    made = json.loads((folder / "training.json").read_text())
+    assert made["target"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert made["held_out"]["chain_tau"] > 1.8
+    assert made["provenance"]["command"].startswith("dropmatch train eagle3 --target small ")
 
 
 def test_hub_ids_are_known_by_their_config(monkeypatch: pytest.MonkeyPatch, head: Path, tmp_path: Path) -> None:

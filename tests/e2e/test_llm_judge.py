@@ -494,7 +494,13 @@ def test_an_interrupt_loses_no_reply(tmp_path: Path) -> None:
     with serve(script) as server:
         command = [sys.executable, "-m", "dropmatch.cli", "llm-judge", str(results), "--endpoint", server.url]
         command += ["--model", "judge", "--concurrency", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+        process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        )
         deadline = time.monotonic() + 120
         # the method that comes first has 6 questions, then both workers hang on the second's
         while time.monotonic() < deadline and (len(server.seen) < 8 or len(journal.read_text().splitlines()) < 7):

@@ -11,6 +11,7 @@ import pytest
 
 import dropmatch
 from dropmatch.config import EngineConfig
+from dropmatch.eagle3.drafter import Eagle3Drafter
 
 pytestmark = pytest.mark.model
 
@@ -39,6 +40,18 @@ def test_lossless_on_the_small_pair_is_plain_decoding_token_for_token() -> None:
         drafted = decoder.run(PROMPTS, params, engine=engine)
         assert [g.tokens for g in drafted.generations] == [g.tokens for g in plain.generations]
         assert drafted.stats.requests.drafted > 0
+
+
+@pytest.mark.timeout(900)
+def test_the_small_pair_drafts_trees_that_pay_more_with_dropmatch() -> None:
+    decoder = dropmatch.load("small", dtype="float32", draft_length=6)
+    assert isinstance(decoder.drafter, Eagle3Drafter)
+    params = dropmatch.SamplingParams(max_new_tokens=80)
+    tau = {
+        rule: decoder.run(PROMPTS, params, engine=decoder.engine(rule=rule)).stats.requests.tau
+        for rule in ("lossless", "dropmatch-naive")
+    }
+    assert 1.5 < tau["lossless"] < tau["dropmatch-naive"]
 
 
 @pytest.mark.timeout(900)
