@@ -68,6 +68,15 @@ def shown(result: Result, tmp_path: Path, form: str = "") -> str:
     return text
 
 
+# -- captions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_was_extended_names_every_command(tmp_path: Path) -> None:
+    first = {**PROVENANCE, "command": "dropmatch first"}
+    text = shown({**QUICK, "provenance": {**PROVENANCE, "command": "dropmatch second", "earlier": [first]}}, tmp_path)
+    assert "`dropmatch second`\nwhich extended what came of\n`dropmatch first`." in text
+
+
 # -- documents ------------------------------------------------------------------------------------------------------
 
 

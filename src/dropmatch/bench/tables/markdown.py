@@ -36,8 +36,11 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def made_by(result: Result, name: str) -> str:
-    """The last sentence of a caption."""
-    return f"From `{name}`, made by\n`{result['provenance']['command']}`."
+    """The last sentence of a caption: the command that made the file, and those it took answers over from."""
+    provenance = result["provenance"]
+    earlier = [f"`{run['command']}`" for run in provenance.get("earlier", []) if "command" in run]
+    extended = f"\nwhich extended what came of\n{', '.join(earlier)}" if earlier else ""
+    return f"From `{name}`, made by\n`{provenance['command']}`{extended}."
 
 
 def machine(result: Result) -> str:
