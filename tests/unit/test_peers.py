@@ -23,6 +23,7 @@ from dropmatch.bench.peers import child, race
 from dropmatch.bench.peers.environment import PEERS, ready_environment
 from dropmatch.bench.peers.process import CHILD, PeerError, PeerProcess
 from dropmatch.bench.peers.race import Contestant, contestants, race_rows, run_race
+from dropmatch.bench.side_by_side import rotated
 from dropmatch.bench.tables import table
 from dropmatch.bench.tasks import Item
 from dropmatch.config import SamplingParams
@@ -366,3 +367,8 @@ def test_real_peers_give_the_text_of_plain_decoding(decoder: Decoder, peers_pyth
     assert result["settings"]["versions"].keys() == PEERS.keys()
     assert all(row["same_text"] == 2 for row in result["summary"]), result["summary"]
     assert len(result["summary"]) == 2 + 3
+
+
+def test_every_way_comes_once_and_another_one_first_each_time() -> None:
+    turns = [rotated(["a", "b", "c"], start) for start in range(4)]
+    assert turns == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]

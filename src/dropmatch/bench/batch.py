@@ -26,6 +26,7 @@ from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
 from dropmatch.bench.settings import NEWER, weights_of
+from dropmatch.bench.side_by_side import rotated
 from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
@@ -138,8 +139,7 @@ def _work(
     for batch in batches:
         for repeat in range(repeats):
             for wave in range(num_items // batch):
-                start = (repeat + wave) % len(arms)
-                for arm in [*arms[start:], *arms[:start]]:
+                for arm in rotated(arms, repeat + wave):
                     yield batch, repeat, wave, arm
 
 

@@ -19,6 +19,7 @@ from dropmatch.bench.fields import NUMBER
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.settings import CompareSettings, seed_of
+from dropmatch.bench.side_by_side import rotated
 from dropmatch.bench.takeover import conditions
 from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, SamplingParams
@@ -52,9 +53,7 @@ def measure_speed(
             for method in methods:  # warm up
                 _time_one(decoder, timed[0], method, settings, _WARM_UP)
         for repeat, (i, item) in itertools.product(range(settings.repeats), enumerate(timed)):
-            # each prompt starts at another method, so that none always runs first
-            start = (i + repeat) % len(methods)
-            for method in methods[start:] + methods[:start]:
+            for method in rotated(methods, i + repeat):
                 if (method.name, item.id, repeat) in done:
                     continue
                 seconds, tokens, stats = _time_one(decoder, item, method, settings, settings.speed_tokens)

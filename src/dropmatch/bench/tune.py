@@ -47,6 +47,7 @@ from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
 from dropmatch.bench.settings import NEWER, CompareSettings, weights_of
+from dropmatch.bench.side_by_side import rotated
 from dropmatch.bench.takeover import journal_records, prompt_digest
 from dropmatch.bench.tasks import Item, score
 from dropmatch.bench.verdict import cost, verdict
@@ -273,8 +274,7 @@ class _Search:
                 for arm in arms:
                     self._time_one(arm, items[0], 8)  # warms up
             for i, item in enumerate(items):
-                start = i % len(arms)
-                for arm in [*arms[start:], *arms[:start]]:
+                for arm in rotated(arms, i):
                     if (arm.name, item.id) in done:
                         continue
                     entry = {"arm": arm.name, "item": item.id, **self._time_one(arm, item, self.settings.cost_tokens)}
