@@ -35,11 +35,11 @@ from dropmatch.eagle3.drafter import TREE_TOKENS, TREE_TOP_K, Eagle3Drafter
 from dropmatch.eagle3.find import SHIPPED, find_head, require_shipped_head, shipped_head
 from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import settle_p_drop
+from dropmatch.hf.fast_linears import speed_up_linears
 from dropmatch.hf.int4 import quantize_int4
 from dropmatch.hf.int8 import quantize_int8
 from dropmatch.hf.loading import check_tokenizers, load_model, load_tokenizer
 from dropmatch.hf.model import HFModel
-from dropmatch.hf.packed import pack_linears
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 
 Message = Mapping[str, str]
@@ -208,7 +208,7 @@ def load(
     heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits for single rows, "int8" its weights and inputs to 8 bits for batches, both
     on a CPU. min_confidence: see `DraftModelDrafter`.
-    pack_weights: lay out bfloat16 weights on a CPU for oneDNN, which is faster; such a model cannot be saved.
+    pack_weights: multiply bfloat16 weights on a CPU by the fastest kernels at hand; such a model cannot be saved.
     tree_tokens, tree_top_k, tap_offset: of EAGLE-3 heads, whose trees are as deep as draft_length: most nodes (60),
     children per node (10; 1 drafts chains), and see `eagle3.settings.parse_settings`.
     dtype: "auto" takes the checkpoint's; device: "auto" takes CUDA if there is one; device_map: as for transformers.
@@ -239,7 +239,7 @@ def load(
         check_tokenizers(tokenizer, load_tokenizer(draft))
     own_target = load_model(target, dtype=dtype, device=device, device_map=device_map)
     if pack_weights:
-        pack_linears(own_target)
+        speed_up_linears(own_target)
     target_model = _wrapped(own_target, head, tap_offset)
     positions = [target_model.max_positions]
     drafter: Drafter | None
@@ -323,7 +323,7 @@ def _wrapped_draft(model: Any, draft_weights: DraftWeights, pack_weights: bool) 
     elif draft_weights == "int8":
         quantize_int8(model)
     elif pack_weights:
-        pack_linears(model)
+        speed_up_linears(model)
     return HFModel(model, probe=draft_weights == "own")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dropmatch.core.reference import softmax
-from dropmatch.ops.sampling import penalize_repetition, restrict
+from dropmatch.ops.sampling import most_likely, penalize_repetition, restrict
 
 EDGE = 1e-5  # cases whose cumulative mass is this near to top_p are decided by rounding and left out
 
@@ -90,3 +90,13 @@ def test_repetition_penalty_below_one_favours_seen_tokens() -> None:
     got = penalize_repetition(torch.tensor([[1.0, -1.0]]), torch.tensor([0, 1]), 0.5)
     assert got[0].tolist() == pytest.approx([2.0, -0.5])
     assert not math.isnan(float(got.sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_of_equal_scores_is_the_most_likely(dtype: torch.dtype) -> None:
+    """As `argmax` has it: whole texts hang on which of two equal tokens is taken."""
+    for seed in range(50):
+        scores = torch.randint(40, (2, 3, 900 + seed), generator=torch.Generator().manual_seed(seed)).to(dtype)
+        first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+        assert torch.equal(most_likely(scores), first)
+    assert most_likely(torch.full((1, 70), float("-inf"), dtype=dtype)).item() == 0

@@ -13,6 +13,7 @@ from dropmatch.cli.batch import batch
 from dropmatch.cli.bench import bench_app
 from dropmatch.cli.bench_eagle3 import bench_eagle3
 from dropmatch.cli.bench_gpu import bench_gpu
+from dropmatch.cli.bench_linears import bench_linears
 from dropmatch.cli.bench_peers import bench_peers
 from dropmatch.cli.bench_scaling import bench_scaling
 from dropmatch.cli.bench_vllm import bench_vllm
@@ -48,6 +49,7 @@ bench_app.command()(batch)
 bench_app.command()(autojudge)
 bench_app.command("eagle3")(bench_eagle3)
 bench_app.command("gpu")(bench_gpu)
+bench_app.command("linears")(bench_linears)
 bench_app.command("peers")(bench_peers)
 bench_app.command("scaling")(bench_scaling)
 bench_app.command("vllm")(bench_vllm)

@@ -17,7 +17,7 @@ from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.sequence import Row
 from dropmatch.ops.divergence import log_probs
 from dropmatch.ops.random import Purpose, gumbel
-from dropmatch.ops.sampling import restrict
+from dropmatch.ops.sampling import most_likely, restrict
 
 
 @dataclass(slots=True)
@@ -89,8 +89,8 @@ class RowSampling:
         """Argmax of greedy rows, a draw of sampled ones. logits: [M, V] processed. Returns [M]."""
         noise = self.noise(row, position, logits.shape[-1], purpose)
         if noise is None:
-            return logits.argmax(-1)
-        return (self.warp(logits, row) + noise[:, 0]).argmax(-1)
+            return most_likely(logits)
+        return most_likely(self.warp(logits, row) + noise[:, 0])
 
     def process(self, logits: Tensor, row: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
         """Penalties, masks and processors of each row. logits: [M, V] or [M, K, V], the m-th following the ids of
@@ -321,8 +321,8 @@ class Verification:
                 noise = sampling.noise(rows, positions, V, Purpose.GUMBEL, K + 1)
                 noise = None if noise is None else noise[:, 1:]
             if noise is None:
-                return logits.argmax(-1)
-            return (sampling.warp(logits, rows) + noise).argmax(-1)
+                return most_likely(logits)
+            return most_likely(sampling.warp(logits, rows) + noise)
 
         return pick
 

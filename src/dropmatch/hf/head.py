@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dropmatch.errors import UnsupportedModelError
+from dropmatch.hf.native import NativeLinear
 from dropmatch.hf.packed import PackedLinear
 
 # Models whose `logits_scaling` multiplies. Everywhere else (Granite and its kin) it divides.
@@ -77,7 +78,7 @@ def _scale(config: Any) -> float:
 
 def _is_plain_linear(module: nn.Module) -> bool:
     """True for a linear layer whose weight is an ordinary float tensor in memory."""
-    if type(module) not in (nn.Linear, PackedLinear):
+    if type(module) not in (nn.Linear, NativeLinear, PackedLinear):
         return False
     weight = module.weight
     return type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from dropmatch.errors import ConfigError
+from dropmatch.hf.fast_linears import made_like
 from dropmatch.hf.head import HFHead
 from dropmatch.hf.model import HFModel
-from dropmatch.hf.packed import PackedLinear, can_pack
 
 
 class TrimmedHead(HFHead):
@@ -23,12 +23,11 @@ class TrimmedHead(HFHead):
             )
         if not 1 <= vocab_size <= self.vocab_size:
             raise ConfigError(f"A vocabulary of {vocab_size} was asked for; the model has {self.vocab_size} tokens.")
-        is_packed = isinstance(self._module, PackedLinear)
         linear = nn.Linear(self.weight.shape[1], vocab_size, bias=self.bias is not None, device="meta")
         linear.weight = nn.Parameter(self.weight[:vocab_size], requires_grad=False)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias[:vocab_size], requires_grad=False)
-        self._module = PackedLinear(linear, keep_weight=True) if is_packed and can_pack(linear) else linear
+        self._module = made_like(self._module, linear)
         self.weight = self.weight[:vocab_size]
         self.bias = None if self.bias is None else self.bias[:vocab_size]
         self.vocab_size = vocab_size

@@ -34,6 +34,7 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-gpu": {"": gpu.gpu},
     "bench-scaling": scaling.FORMS,
     "bench-heads": {"": speed.shortlist},
+    "bench-linears": {"": speed.linears},
     "bench-batch": {"": speed.batch},
     "analyze-overhead": {"": speed.overhead},
     "compare": {"": compare.every_figure, "pareto": compare.pareto},

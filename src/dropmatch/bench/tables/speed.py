@@ -1,4 +1,4 @@
-"""Tables of time: bench quick, bench peers, bench heads, analyze overhead (Table 4), bench batch (Table 5)."""
+"""Tables of time: bench quick, peers, linears and heads, analyze overhead (Table 4), bench batch (Table 5)."""
 
 from __future__ import annotations
 
@@ -85,6 +85,33 @@ def _decoding_over_lossless(arms: dict[str, Any], arm: str) -> str:
 def _shortlist_of(settings: Mapping[str, Any]) -> str:
     size, vocabulary = settings["shortlist_size"], settings["vocabulary"]
     return f"shortlist of {size:,} of {vocabulary:,} tokens, " if size < vocabulary else ""
+
+
+def linears(named: Named) -> str:
+    """The linear layers of a model by way and number of tokens."""
+    result, name = named
+    settings = result["settings"]
+    ways = list(dict.fromkeys(way for row in result["rows"] for way in row["ways"]))
+    rows = [
+        [
+            str(row["tokens"]),
+            *(
+                f"{way['ms_median']:.0f} ms, {spread(way['over_packed'])}" if (way := row["ways"].get(title)) else ""
+                for title in ways
+            ),
+        ]
+        for row in result["rows"]
+    ]
+    without = f" Ours are missing: {settings['not_native']}." if settings["not_native"] else ""
+    return block(
+        grid(["tokens", *ways], rows),
+        f"All {settings['layers']} linear layers of `{settings['model']}` one after the other, LM head included "
+        f"({settings['weights'] / 1e9:.2f} billion weights, bfloat16 unless a column says int4), without what stands "
+        "between them: median milliseconds and, times packed weights, median (minimum-maximum) of "
+        f"{settings['repeats']} repeats side by side. Reading the weights once takes at least {result['floor_ms']:.0f} "
+        f"ms at {result['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, as measured; {machine(result)}.{without} "
+        f"{made_by(result, name)}",
+    )
 
 
 def shortlist(named: Named) -> str:

@@ -1,0 +1,222 @@
+"""Our own kernels for linear layers against float64 products, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tiny
+from dropmatch.hf import native
+from dropmatch.hf.fast_linears import made_like, speed_up_linears
+from dropmatch.hf.head import HFHead
+from dropmatch.hf.model import HFModel
+from dropmatch.hf.native import NativeLinear, fits_native
+from dropmatch.hf.packed import PackedLinear
+
+UNIT = 2**-8  # largest relative error of rounding to bfloat16
+needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_unavailable()}")
+
+
+def make(inputs: int, features: int, *, bias: bool = True, scale: float = 1.0) -> nn.Linear:
+    torch.manual_seed(inputs + features)
+    linear = nn.Linear(inputs, features, bias=bias)
+    linear.weight.data *= scale
+    return linear.bfloat16().requires_grad_(False)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def test_the_kernels_compile_where_there_is_a_compiler() -> None:
+    """A missing library must have a reason that is not our own mistake."""
+    reason = native.why_unavailable()
+    assert (reason is None) == (native.library() is not None)
+    assert reason is None or "does not compile" not in reason
+    assert reason is None or "cannot be loaded" not in reason
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 11, 12, 13, 24, 61])
+@pytest.mark.parametrize(("inputs", "features"), [(16, 1), (32, 33), (528, 48), (1536, 70), (1040, 17)])
+def test_products_are_those_of_float64_rounded_once(rows: int, inputs: int, features: int, bias: bool) -> None:
+    linear, x = make(inputs, features, bias=bias), normal(rows, inputs)
+    exact = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    size = F.linear(x.double().abs(), linear.weight.double().abs())  # float32 sums err in proportion to it
+    error = (NativeLinear(linear)(x).double() - exact).abs()
+    assert (error <= UNIT * exact.abs() + 1e-6 * size).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [2, 6, 7, 12, 13, 40])
+def test_a_row_does_not_depend_on_the_rows_beside_it(rows: int) -> None:
+    layer, x = NativeLinear(make(896, 100)), normal(rows, 896)
+    alone = torch.cat([layer(x[i : i + 1]) for i in range(rows)])
+    assert torch.equal(layer(x), alone)
+
+
+@needs_kernels
+def test_the_number_of_threads_changes_nothing() -> None:
+    layer, x, before = NativeLinear(make(256, 300)), normal(7, 256), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(layer(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@needs_kernels
+def test_shapes_strides_and_empty_inputs() -> None:
+    linear = make(64, 40)
+    layer, x = NativeLinear(linear), normal(3, 5, 64)
+    assert layer(x).shape == (3, 5, 40)
+    assert torch.equal(layer(x[:, ::2]), layer(x)[:, ::2])
+    assert torch.equal(layer(x.transpose(0, 1)), layer(x).transpose(0, 1))
+    assert layer(x[:0]).shape == (0, 5, 40)
+    assert layer(x[0, 0]).shape == (40,)
+    wide = nn.Linear(32, 40, bias=False, device="meta")
+    wide.weight = nn.Parameter(linear.weight[:, 16:48], requires_grad=False)  # rows further apart than they are long
+    assert torch.equal(NativeLinear(wide)(x[..., :32]), layer_of(linear.weight[:, 16:48].contiguous())(x[..., :32]))
+
+
+def layer_of(weight: Tensor) -> NativeLinear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return NativeLinear(linear)
+
+
+@needs_kernels
+def test_what_is_not_a_number_stays_so() -> None:
+    x = normal(2, 32)
+    x[0, 3] = float("nan")
+    x[1, 3] = float("inf")
+    got, expected = NativeLinear(make(32, 16))(x), F.linear(x, make(32, 16).weight, make(32, 16).bias)
+    assert got[0].isnan().all()
+    assert torch.equal(got[1].isinf(), expected[1].isinf())
+
+
+@needs_kernels
+def test_gradients_go_through_torch() -> None:
+    layer, x = NativeLinear(make(32, 16)), normal(2, 32).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad[0], layer.weight.sum(0))
+
+
+@needs_kernels
+def test_a_model_keeps_its_weights_and_answers_alike() -> None:
+    model = tiny.target().bfloat16()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.inference_mode():
+        expected = model(ids).logits.float()
+        head = model.get_output_embeddings().weight
+        assert speed_up_linears(model) == 2 * 7 + 1
+        got = model(ids).logits.float()
+    kind = NativeLinear if fits_native(make(32, 16)) else PackedLinear
+    assert type(model.get_output_embeddings()) is kind
+    assert (got - expected).norm() <= 0.01 * expected.norm()
+    weight = HFHead(model).weight
+    assert weight is not None
+    assert weight.data_ptr() == head.data_ptr()  # no copy
+    assert HFModel(model).vocab_size == 320  # and the load probe passes
+
+
+@needs_kernels
+def test_only_what_the_kernels_take_fits() -> None:
+    assert fits_native(make(16, 1)) or torch.cpu._is_amx_tile_supported()
+    assert not fits_native(make(24, 8))
+    assert not fits_native(nn.Linear(16, 8))
+    assert not fits_native(nn.Linear(16, 8, device="meta").bfloat16())
+    assert not fits_native(nn.Embedding(16, 8).bfloat16())
+    assert not fits_native(NativeLinear(make(16, 8)))
+    assert type(made_like(NativeLinear(make(16, 8)), nn.Linear(16, 8))) is nn.Linear
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_int4_products_are_those_of_the_rounded_numbers(rows: int) -> None:
+    """Exactly the product of the weights' codes with inputs rounded to 8 bits in groups."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(16, (48, 96), generator=generator, dtype=torch.uint8)
+    scales, middles = (torch.rand(48, 3, generator=generator).bfloat16() for _ in range(2))
+    x, bias = normal(rows, 96), normal(48)
+    packed = native.pack_int4(codes, scales, middles)
+    assert packed.numel() == 48 * 96 * 5 // 8
+    groups = x.float().view(rows, 3, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    rounded = ((groups * (127 / largest)).round() * largest / 127).double().view(rows, 96)
+    values = (codes.double().view(48, 3, 32) - 8) * scales.double()[..., None] + middles.double()[..., None]
+    exact = rounded @ values.view(48, 96).T + bias.double()
+    got = native.multiply_int4(x, packed, bias, 48).double()
+    assert ((got - exact).abs() <= UNIT * exact.abs() + 1e-5 * exact.abs().max()).all()
+
+
+@needs_kernels
+def test_int4_inputs_of_zero_give_the_bias() -> None:
+    codes = torch.full((16, 32), 15, dtype=torch.uint8)
+    ones = torch.ones(16, 1).bfloat16()
+    bias = normal(16)
+    packed = native.pack_int4(codes, ones, ones)
+    assert torch.equal(native.multiply_int4(torch.zeros(1, 32).bfloat16(), packed, bias, 16)[0], bias)
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, since a library is looked for once."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+ASK = "from dropmatch.hf.native import library, why_unavailable; print(library() is None, why_unavailable())"
+
+
+def test_they_can_be_turned_off() -> None:
+    assert run(ASK, DROPMATCH_NATIVE="0").stdout.strip() == "True DROPMATCH_NATIVE turns them off"
+
+
+@needs_kernels
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    done = run(ASK, PATH=str(tmp_path), CXX="", DROPMATCH_CACHE=str(tmp_path))
+    assert done.stdout.strip() == "True there is no C++ compiler (install g++, or set CXX)"
+
+
+@needs_kernels
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernels.cpp:1: error: no such luck" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    done = run(ASK, CXX=str(compiler), DROPMATCH_CACHE=str(cache))
+    assert done.stdout.startswith("True ")
+    assert "error: no such luck" in done.stdout
+    assert list((cache / "native").iterdir()) == []
+
+
+@needs_kernels
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "cannot be compiled into" in run(ASK, DROPMATCH_CACHE=str(file)).stdout
+
+
+@needs_kernels
+def test_one_compilation_serves_the_next_process(tmp_path: Path) -> None:
+    assert run(ASK, DROPMATCH_CACHE=str(tmp_path)).stdout.strip() == "False None"
+    (made,) = (tmp_path / "native").iterdir()
+    before = made.stat().st_mtime_ns
+    assert run(ASK, DROPMATCH_CACHE=str(tmp_path)).stdout.strip() == "False None"
+    assert made.stat().st_mtime_ns == before
