@@ -95,8 +95,10 @@ def test_a_tree_with_one_branch_equals_the_chain(L: int, data: st.DataObject) ->
     v_chain, v_tree = verify(TARGET, [row], chain), verify(TARGET, [row], tree)
     assert torch.equal(judge(v_chain, [rule]), judge(v_tree, [rule]))
     a, b = (decide(v, codes.to(torch.int8), [rule]) for v in (v_chain, v_tree))
-    for name in ("path", "num_accepted", "next_token", "reason"):
+    for name in ("num_accepted", "next_token", "reason"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert torch.equal(a.path[:, : b.path.shape[1]], b.path)
+    assert (a.path[:, b.path.shape[1] :] == b.path[:, -1:]).all()  # a chain's path is as wide as the chain
 
 
 def test_chain_keeps_the_leading_run_of_accepted_tokens() -> None:
@@ -105,7 +107,7 @@ def test_chain_keeps_the_leading_run_of_accepted_tokens() -> None:
     v = verify(TARGET, [make_row([1, 0])] * 3, chain)
     verdict = decide(v, codes, [TargetMatch()] * 3)
     assert verdict.num_accepted.tolist() == [2, 0, 2]  # the third row drafted two tokens only
-    assert verdict.path.tolist() == [[0, 1, 2], [0, 0, 0], [0, 1, 2]]
+    assert verdict.path.tolist() == [[0, 1, 2, 2, 2], [0, 0, 0, 0, 0], [0, 1, 2, 2, 2]]
 
 
 def test_tie_goes_to_the_targets_own_token_before_votes_and_probability() -> None:

@@ -43,6 +43,7 @@ blue, more strongly than long ones.
 
 _SATURATED = LN2 / 2
 _WATCHED = 32
+_ENOUGH = 8 * _WATCHED  # positions behind which nothing is watched any more, since reading a radius makes the host wait
 _BLOCK = 64  # positions whose closed form is computed at once
 
 
@@ -107,18 +108,22 @@ def expected_radius_at(head: LMHead, hidden: Tensor, num_paths: int, p_drop: flo
 
 
 class RadiusWatch:
-    """Warns once when the radius, where it was asked for, is mostly near its ceiling ln 2."""
+    """Warns once when the radius, where it was asked for, is mostly near its ceiling ln 2. Looks at the first positions
+    only: it is the model and p_drop that saturate, not the text."""
 
     def __init__(self, p_drop: float) -> None:
         self._p_drop = p_drop
         self._recent: deque[float] = deque(maxlen=_WATCHED)
         self._has_warned = False
+        self._num_seen = 0
 
     def see(self, ensemble: NodeEnsemble | None) -> None:
-        if ensemble is None or self._has_warned:
+        if ensemble is None or self._has_warned or self._num_seen >= _ENOUGH:
             return
-        radius = ensemble.radius[ensemble.asked & ~ensemble.radius.isnan()]
-        self._recent.extend(radius.tolist())
+        # one read: where nothing was asked there is no radius either
+        radii = [radius for radius in ensemble.radius.flatten().tolist() if radius == radius]
+        self._num_seen += len(radii)
+        self._recent.extend(radii)
         if len(self._recent) == _WATCHED and statistics.median(self._recent) > _SATURATED:
             self._has_warned = True
             warnings.warn(

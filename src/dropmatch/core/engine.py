@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -236,8 +236,8 @@ class SpeculativeEngine:
         times.head_rows = self.head.rows_asked
         self._watch.see(v.seen)
         times.judge += clock.lap()
-        chunks = self._emit(tree, v, verdict)
-        self._commit(tree, verdict, output, is_drafted)
+        chunks, accepted = self._emit(tree, v, verdict)
+        self._commit(tree, replace(verdict, accepted=accepted), output, is_drafted)
         times.rest += clock.lap()
         return chunks
 
@@ -277,7 +277,8 @@ class SpeculativeEngine:
         is_lossless = v.is_exact | (codes == int(Reason.RATIO))
         return codes.masked_fill(is_eos & ~is_lossless, 0)
 
-    def _emit(self, tree: DraftTree, v: Verification, verdict: Verdict) -> list[Chunk]:
+    def _emit(self, tree: DraftTree, v: Verification, verdict: Verdict) -> tuple[list[Chunk], list[int]]:
+        """A chunk per row, and the drafted tokens that each row kept."""
         B, P = verdict.path.shape
         device = verdict.path.device
         row_index = torch.arange(B, device=device)
@@ -289,19 +290,21 @@ class SpeculativeEngine:
         tokens[row_index, verdict.num_accepted] = verdict.next_token
         wants_logprobs = any(row.params.logprobs for row in self._rows)
         logprobs = self._logprobs(v, verdict, tokens) if wants_logprobs else None
-        # one transfer for all that the host needs of this round
+        # one transfer for all that the host needs of this round, unless tokens are kept that are not the target's own
         drafted = (tree.valid & (tree.depth > 0)).int().mul(tree.depth).amax(-1)
-        packed = torch.cat([verdict.num_accepted[:, None], drafted[:, None], tokens, reasons.long()], dim=1).tolist()
-        lossy = self._lossy_tokens(tree, v, verdict)
+        is_lossy = self._is_lossy(tree, v, verdict)
+        counts = torch.stack([verdict.num_accepted, drafted, is_lossy.sum(-1)], dim=1)
+        packed = torch.cat([counts, tokens, reasons.long()], dim=1).tolist()
+        lossy = self._lossy_tokens(tree, v, is_lossy) if any(row[2] for row in packed) else {}
         chunks = []
         for b, row in enumerate(self._rows):
-            accepted, num_drafted = packed[b][:2]
+            accepted, num_drafted, _ = packed[b][:3]
             row.stats.record_round(num_drafted, accepted)
             self.stats.requests.record_round(num_drafted, accepted)
             kept: list[int] = []
             why: list[Reason] = []
             for i in range(accepted + 1):
-                token, reason = packed[b][2 + i], Reason(packed[b][2 + P + i])
+                token, reason = packed[b][3 + i], Reason(packed[b][3 + P + i])
                 if (b, i) in lossy:
                     best_token, prob, best_prob = lossy[b, i]
                     entry = LossyToken(row.num_generated, token, best_token, prob, best_prob, reason)
@@ -326,24 +329,23 @@ class SpeculativeEngine:
                     stats=row.stats if is_last else None,
                 )
             )
-        return chunks
+        return chunks, [row[0] for row in packed]
+
+    def _is_lossy(self, tree: DraftTree, v: Verification, verdict: Verdict) -> Tensor:
+        """Kept tokens that are not the target's own. Returns [B, N] bool."""
+        on_path = torch.zeros_like(tree.valid).scatter_(1, verdict.path, True)
+        return on_path & ~v.is_exact & (tree.depth > 0) & (verdict.reason != int(Reason.RATIO))
 
     def _lossy_tokens(
-        self, tree: DraftTree, v: Verification, verdict: Verdict
+        self, tree: DraftTree, v: Verification, is_lossy: Tensor
     ) -> dict[tuple[int, int], tuple[int, float, float]]:
-        """Kept tokens that are not the target's own, as {(row, place): (target's token, probability, its best)}."""
-        B, N = tree.tokens.shape
-        if N == 1:  # nothing was drafted
-            return {}
-        on_path = torch.zeros(B, N, dtype=torch.bool, device=tree.tokens.device)
-        on_path.scatter_(1, verdict.path, True)
-        lossy = on_path & ~v.is_exact & (tree.depth > 0) & (verdict.reason != int(Reason.RATIO))
-        prob, best = v.target_probs(lossy)
-        b, n = lossy.nonzero(as_tuple=True)
+        """Lossy tokens as {(row, place): (target's token, probability, its best)}."""
+        b, n = is_lossy.nonzero(as_tuple=True)
+        prob, best = v.target_probs_at(b, n)
         plain = v.plain_token[b, v.parent[b, n]]
         place = tree.depth[b, n] - 1
         # one transfer: float32 holds any token id
-        columns = torch.stack([column.float() for column in (b, place, plain, prob[b, n], best[b, n])], dim=-1)
+        columns = torch.stack([column.float() for column in (b, place, plain, prob, best)], dim=-1)
         return {(int(row), int(at)): (int(token), p, p_best) for row, at, token, p, p_best in columns.tolist()}
 
     def _logprobs(self, v: Verification, verdict: Verdict, tokens: Tensor) -> list[list[float]]:
@@ -354,8 +356,7 @@ class SpeculativeEngine:
     def _commit(self, tree: DraftTree, verdict: Verdict, output: ModelOutput, is_drafted: bool) -> None:
         keep = [b for b, row in enumerate(self._rows) if row.finish_reason is None]
         if keep:
-            num_kept = (verdict.num_accepted + 1).tolist()
-            self.target.commit(num_kept, None if tree.is_chain else verdict.path)
+            self.target.commit(verdict.num_kept, None if tree.is_chain else verdict.path)
             if self.drafter is not None and is_drafted:
                 self.drafter.commit(verdict, output)
         if len(keep) < len(self._rows):

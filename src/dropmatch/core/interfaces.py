@@ -117,12 +117,20 @@ class ModelOutput:
 class Verdict:
     """What a round kept. path: [B, P] nodes from the root to the chosen node, padded by repeating the last;
     num_accepted: [B] drafted tokens kept (the path without the root); next_token: [B] the token after them;
-    reason: [B, N] int8 codes of `Reason` for each drafted node (0: rejected)."""
+    reason: [B, N] int8 codes of `Reason` for each drafted node (0: rejected). accepted: num_accepted where the host
+    has read it already, so that nobody has to wait for the device again."""
 
     path: Tensor
     num_accepted: Tensor
     next_token: Tensor
     reason: Tensor
+    accepted: list[int] | None = None
+
+    @property
+    def num_kept(self) -> list[int]:
+        """Nodes of each row's path, the root included."""
+        accepted = self.num_accepted.tolist() if self.accepted is None else self.accepted
+        return [count + 1 for count in accepted]
 
 
 class LMHead(Protocol):

@@ -177,11 +177,15 @@ class Verification:
         prob = torch.full(ask.shape, float("nan"), device=ask.device)
         best = prob.clone()
         b, n = ask.nonzero(as_tuple=True)
+        prob[b, n], best[b, n] = self.target_probs_at(b, n)
+        return prob, best
+
+    def target_probs_at(self, b: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        """`target_probs` at the drafted tokens (b, n) [M] alone. Returns two [M]."""
         logits = self.target_logits[b, self.parent[b, n]].float()
         normalizer = logits.logsumexp(-1)
-        prob[b, n] = (logits.gather(-1, self.tree.tokens[b, n][:, None])[:, 0] - normalizer).exp()
-        best[b, n] = (logits.amax(-1) - normalizer).exp()
-        return prob, best
+        prob = (logits.gather(-1, self.tree.tokens[b, n][:, None])[:, 0] - normalizer).exp()
+        return prob, (logits.amax(-1) - normalizer).exp()
 
     def draft_log_probs(self, b: Tensor, n: Tensor) -> Tensor:
         """The drafter's log-probabilities (temperature 1) over the children of nodes (b, n). Returns [M, V]."""

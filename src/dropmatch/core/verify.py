@@ -12,7 +12,7 @@ from dropmatch.core.acceptance import AcceptanceRule, Need
 from dropmatch.core.interfaces import Verdict
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import Verification
-from dropmatch.ops.tree import alive_nodes, path_to
+from dropmatch.ops.tree import alive_nodes, chain_to, path_to
 
 
 def judge(v: Verification, rules: Sequence[AcceptanceRule]) -> Tensor:
@@ -52,7 +52,7 @@ def decide(
         node = (depth == depth.amax(-1, keepdim=True)).int().argmax(-1)
     else:
         node = _walk(v, alive, rules, to_the_deepest=path_policy == "longest")
-    path = path_to(node, v.tree.ancestors)
+    path = chain_to(node, v.tree.tokens.shape[1]) if v.tree.is_chain else path_to(node, v.tree.ancestors)
     row = torch.arange(len(node), device=node.device)
     return Verdict(
         path=path,

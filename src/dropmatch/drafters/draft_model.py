@@ -89,10 +89,8 @@ class DraftModelDrafter:
 
     def commit(self, verdict: Verdict, output: ModelOutput) -> None:
         # the last drafted token was never run, so a fully kept draft leaves the cache one token short
-        kept = (verdict.num_accepted + 1).tolist()
-        self.model.truncate(
-            [min(cached, root + n) for cached, root, n in zip(self.model.lengths, self._lengths, kept, strict=True)]
-        )
+        kept = zip(self.model.lengths, self._lengths, verdict.num_kept, strict=True)
+        self.model.truncate([min(cached, root + n) for cached, root, n in kept])
 
     def filter(self, keep: Sequence[int]) -> None:
         self.model.filter(keep)

@@ -102,7 +102,7 @@ class Eagle3Drafter:
         tokens[:, : P - 1] = self._tree.tokens.gather(-1, path[:, 1:])
         tokens[row, verdict.num_accepted] = verdict.next_token
         out = self._run_pairs(self._cache, tokens, taps[row[:, None], path])
-        self._cache.commit((verdict.num_accepted + 1).tolist())
+        self._cache.commit(verdict.num_kept)
         self._last = out[row, verdict.num_accepted]
         self._tree = None
 

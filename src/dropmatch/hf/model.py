@@ -18,6 +18,7 @@ from dropmatch.errors import ConfigError, ShapeError
 from dropmatch.hf.attention import grouped_attention
 from dropmatch.hf.cache import RaggedCache
 from dropmatch.hf.head import HFHead
+from dropmatch.hf.lean import lean_body
 from dropmatch.hf.masks import additive, node_positions, visible_keys
 from dropmatch.hf.support import examine
 from dropmatch.hf.twins import TwinRows, first_of_each
@@ -53,6 +54,7 @@ class HFModel:
         self.device: torch.device = head.device or self.input_device
         self.tap_layers = tuple(tap_layers)
         self._tapped = _tapped_layers(self.anatomy.layers, tap_layers)
+        self._lean = lean_body(self.anatomy)
         self._cache = RaggedCache(len(self.anatomy.layers))
         self._twins = TwinRows()
         self.lengths: list[int] = self._cache.lengths
@@ -138,6 +140,10 @@ class HFModel:
         """One forward of the body over new tokens [B, N], written to the cache."""
         positions, mask = self._layout(cache.lengths, tokens.shape[1], ancestors)
         cache.begin(tokens.shape[1])
+        if self._lean is not None:
+            assert not isinstance(mask, dict)  # one kind of layer, so one mask
+            hidden, lean_taps = self._lean(tokens, positions, mask, cache, self.tap_layers)
+            return ModelOutput(hidden, torch.cat(lean_taps, dim=-1) if lean_taps else None)
         attention = nullcontext() if mask is None else grouped_attention(self.anatomy.body)
         with _inputs_of(self._tapped) as taps, attention:
             output = self.anatomy.body(

@@ -42,6 +42,11 @@ def alive_nodes(accepted: Tensor, ancestors: Tensor) -> Tensor:
     return ~(ancestors & rejected[:, None, :]).any(-1)
 
 
+def chain_to(node: Tensor, num_nodes: int) -> Tensor:
+    """`path_to` in chains of num_nodes nodes, without looking at values. node: [B] int64. Returns [B, num_nodes]."""
+    return torch.arange(num_nodes, device=node.device).minimum(node[:, None])
+
+
 def path_to(node: Tensor, ancestors: Tensor) -> Tensor:
     """Nodes from the root to a chosen node, padded by repeating the node itself.
 

@@ -1,10 +1,12 @@
-"""Linear layers on CPUs by kernels of our own, where torch's leave much of the machine idle.
+"""Kernels of our own for CPUs, where torch's leave much of the machine idle.
 
 A verification multiplies each weight with the 6 to 12 tokens of a draft. oneDNN has no good kernel for so few rows
 without AMX: see `dropmatch bench linears`.
 """
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,9 @@ __all__ = [
     "multiply",
     "multiply_int4",
     "pack_int4",
+    "rms_norm",
+    "rotate",
+    "silu_product",
     "why_unavailable",
 ]
 
@@ -44,20 +49,21 @@ class NativeLinear(nn.Module):
         return multiply(x, self.weight, self.bias)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b [..., out]. x: [..., in]; weight: [out, in], of a layer that `fits_native`; bias: [out]."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """x W^T + b [..., out], and added [..., out] to the rounded product. x: [..., in]; weight: [out, in], of a layer
+    that `fits_native`; bias: [out]."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or _wants_gradient(x, weight):
-        return F.linear(x, weight, bias)
-    kernels = library()
-    assert kernels is not None  # else nothing fits
+        product = F.linear(x, weight, bias)
+        return product if added is None else product + added
     features, inputs = weight.shape
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], features)
     if rows := x.numel() // inputs:
-        kernels.linear_bf16(
+        _kernels().linear_bf16(
             x.data_ptr(),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            None if added is None else added.data_ptr(),
             out.data_ptr(),
             *(rows, features, inputs, weight.stride(0)),
             torch.get_num_threads(),
@@ -84,31 +90,61 @@ def fits_native(module: nn.Module) -> bool:
 def pack_int4(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
     """codes: [out, in] uint8 of 0 to 15; scales, middles (the value of code 8): [out, in / 32] bfloat16. out: a
     multiple of 16. Returns what multiply_int4 reads, a flat uint8 tensor of in * out * 5 / 8 bytes."""
-    kernels = library()
-    assert kernels is not None
     codes, scales, middles = codes.contiguous(), scales.contiguous(), middles.contiguous()
     packed = torch.empty(codes.numel() * 5 // 8, dtype=torch.uint8)
-    kernels.pack_int4(codes.data_ptr(), scales.data_ptr(), middles.data_ptr(), packed.data_ptr(), *codes.shape)
+    _kernels().pack_int4(codes.data_ptr(), scales.data_ptr(), middles.data_ptr(), packed.data_ptr(), *codes.shape)
     return packed
 
 
-def multiply_int4(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """x: [rows, in] bfloat16, at most 8 rows. Returns x W^T + bias [rows, out_features] bfloat16. Inputs are rounded to
-    8 bits in groups of 32."""
-    kernels = library()
-    assert kernels is not None
+def multiply_int4(
+    x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, added: Tensor | None = None
+) -> Tensor:
+    """x: [rows, in] bfloat16, at most 8 rows. Returns x W^T + bias [rows, out_features] bfloat16, and added
+    [rows, out_features] to it. Inputs are rounded to 8 bits in groups of 32."""
     x = x.contiguous()
-    out = x.new_empty(len(x), out_features)
-    if len(x):
-        kernels.linear_int4(
+    rows, inputs = x.shape
+    out = x.new_empty(rows, out_features)
+    if rows:
+        _kernels().linear_int4(
             x.data_ptr(),
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            None if added is None else added.data_ptr(),
             out.data_ptr(),
-            *(len(x), out_features, x.shape[1]),
+            *(rows, out_features, inputs),
             torch.get_num_threads(),
         )
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + epsilon), rounded as Llama's norm rounds. x: [rows, width] bfloat16, contiguous;
+    width: a multiple of 16."""
+    out = torch.empty_like(x)
+    _kernels().rms_norm(x.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), *x.shape)
+    return out
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, num_heads: int) -> None:
+    """Rotary positions in place, for the first num_heads heads of x [rows, width] bfloat16, contiguous. cosines, sines:
+    [rows, head size] bfloat16, contiguous; head size: a multiple of 32."""
+    rows, size = cosines.shape
+    _kernels().rotate(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), rows, num_heads, size, x.shape[1])
+
+
+def silu_product(both: Tensor) -> Tensor:
+    """silu(gate) * up [rows, width] of both = [gate, up] [rows, 2 width] bfloat16, contiguous; width: a multiple of
+    16."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(rows, width)
+    _kernels().silu_product(both.data_ptr(), out.data_ptr(), rows, width)
+    return out
+
+
+def _kernels() -> ctypes.CDLL:
+    kernels = library()
+    assert kernels is not None  # else no layer was replaced
+    return kernels
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:

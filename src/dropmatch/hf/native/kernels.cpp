@@ -6,6 +6,9 @@
 // summation does not depend on how many rows are multiplied together, so a row's result does not either.
 //
 // linear_int4: 4-bit weights times 8-bit inputs by VNNI, in groups of 32 inputs.
+//
+// rms_norm, rotate, silu_product: what stands between the products, each in one pass, rounded to bfloat16 wherever
+// transformers' operations round.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -40,6 +43,10 @@ inline __m256i narrow(__m512 x) {  // to the nearest, ties to even; a NaN stays 
     rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
+
+inline void store_bf16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+
+inline __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1u); }
 
@@ -85,8 +92,8 @@ inline void tile(const float* x, const bf16* w, int64_t ldw, int64_t depth, __m5
 
 // M input rows with `count` weight rows. x: [inputs / 16][M][16]; sums: room for count * M.
 template <int M>
-void multiply(const float* x, const bf16* w, const bf16* bias, bf16* out, int64_t ldw, int64_t ldout, int64_t inputs,
-              int64_t count, __m512* sums) {
+void multiply(const float* x, const bf16* w, const bf16* bias, const bf16* added, bf16* out, int64_t ldw, int64_t ldout,
+              int64_t inputs, int64_t count, __m512* sums) {
     constexpr int R = M <= 6 ? 4 : 2;
     std::fill(sums, sums + count * M, _mm512_setzero_ps());
     for (int64_t k = 0; k < inputs; k += DEPTH, x += DEPTH * M) {
@@ -98,20 +105,37 @@ void multiply(const float* x, const bf16* w, const bf16* bias, bf16* out, int64_
     for (int64_t n = 0; n < count; n += LANES) {
         const int64_t here = std::min(LANES, count - n);
         const __mmask16 lanes = first_lanes(here);
-        const __m512 added = bias == nullptr ? _mm512_setzero_ps() : widen(_mm256_maskz_loadu_epi16(lanes, bias + n));
+        const __m512 shift = bias == nullptr ? _mm512_setzero_ps() : widen(_mm256_maskz_loadu_epi16(lanes, bias + n));
         for (int64_t m = 0; m < M; m++) {
             __m512 column[LANES];
             for (int64_t i = 0; i < LANES; i++) column[i] = i < here ? sums[(n + i) * M + m] : _mm512_setzero_ps();
-            _mm256_mask_storeu_epi16(out + m * ldout + n, lanes, narrow(_mm512_add_ps(sum_lanes(column), added)));
+            __m512 result = _mm512_add_ps(sum_lanes(column), shift);
+            if (added != nullptr)
+                result = _mm512_add_ps(rounded(result), widen(_mm256_maskz_loadu_epi16(lanes, added + m * ldout + n)));
+            _mm256_mask_storeu_epi16(out + m * ldout + n, lanes, narrow(result));
         }
     }
 }
 
-using Multiply = void (*)(const float*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, __m512*);
+using Multiply = void (*)(const float*, const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t,
+                          __m512*);
 const Multiply MULTIPLY[MOST_ROWS + 1] = {
     nullptr,     multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,
     multiply<7>, multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>,
 };
+
+// e^x to about 1e-7, relative; 0 and infinity beyond float32's range. A NaN stays one.
+inline __m512 exponential(__m512 x) {
+    const __m512 in_range = _mm512_min_ps(_mm512_set1_ps(89), _mm512_max_ps(_mm512_set1_ps(-104), x));
+    const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(in_range, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), in_range);
+    rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), rest);
+    __m512 sum = _mm512_set1_ps(1.0f / 5040);
+    for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(coefficient));
+    const __m512 result = _mm512_scalef_ps(sum, whole);
+    return _mm512_mask_mov_ps(result, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+}
 
 struct alignas(64) Line {
     char bytes[64];
@@ -176,9 +200,10 @@ extern "C" {
 int num_threads() { return omp_get_max_threads(); }
 
 // out[rows, features] = x[rows, inputs] weight[features, inputs]^T + bias, all bfloat16 and contiguous but for the
-// distance `ldw` between weight rows. inputs: a multiple of 16. bias may be null.
-void linear_bf16(const bf16* x, const bf16* weight, const bf16* bias, bf16* out, int64_t rows, int64_t features,
-                 int64_t inputs, int64_t ldw, int threads) {
+// distance `ldw` between weight rows. inputs: a multiple of 16. bias may be null, and so may added[rows, features], which
+// is added to the rounded product.
+void linear_bf16(const bf16* x, const bf16* weight, const bf16* bias, const bf16* added, bf16* out, int64_t rows,
+                 int64_t features, int64_t inputs, int64_t ldw, int threads) {
     float* wide = scratch<float>(inputs_store, rows * inputs);
     for (int64_t m0 = 0; m0 < rows; m0 += MOST_ROWS) {
         const int64_t together = std::min(MOST_ROWS, rows - m0);
@@ -193,8 +218,9 @@ void linear_bf16(const bf16* x, const bf16* weight, const bf16* bias, bf16* out,
         __m512* sums = scratch<__m512>(sums_store, BLOCK * MOST_ROWS);
         for (int64_t m = 0; m < rows; m += MOST_ROWS)
             MULTIPLY[std::min(MOST_ROWS, rows - m)](wide + m * inputs, weight + n * ldw,
-                                                    bias == nullptr ? nullptr : bias + n, out + m * features + n, ldw,
-                                                    features, inputs, count, sums);
+                                                    bias == nullptr ? nullptr : bias + n,
+                                                    added == nullptr ? nullptr : added + m * features + n,
+                                                    out + m * features + n, ldw, features, inputs, count, sums);
     }
 }
 
@@ -217,9 +243,9 @@ void pack_int4(const uint8_t* codes, const bf16* scales, const bf16* middles, ui
 }
 
 // out[rows, features] = x[rows, inputs] W^T + bias, W as packed by pack_int4, at most 8 rows. Inputs are rounded to 8
-// bits per row and group of 32.
-void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, bf16* out, int64_t rows, int64_t features,
-                 int64_t inputs, int threads) {
+// bits per row and group of 32. added: as for linear_bf16.
+void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, const bf16* added, bf16* out, int64_t rows,
+                 int64_t features, int64_t inputs, int threads) {
     const int64_t groups = inputs / GROUP;
     int8_t* codes = scratch<int8_t>(codes_store, rows * inputs);
     float* scales = scratch<float>(inputs_store, 2 * rows * groups);
@@ -240,10 +266,56 @@ void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, bf16* o
     for (int64_t block = 0; block < blocks; block++) {
         __m512 sums[MOST_INT4_ROWS];
         run(packed + block * size, codes, scales, totals, groups, inputs, sums);
-        const __m512 added = bias == nullptr ? _mm512_setzero_ps() : load_bf16(bias + block * LANES);
-        for (int64_t m = 0; m < rows; m++)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + m * features + block * LANES),
-                                narrow(_mm512_add_ps(sums[m], added)));
+        const __m512 shift = bias == nullptr ? _mm512_setzero_ps() : load_bf16(bias + block * LANES);
+        for (int64_t m = 0; m < rows; m++) {
+            const int64_t place = m * features + block * LANES;
+            __m512 result = _mm512_add_ps(sums[m], shift);
+            if (added != nullptr) result = _mm512_add_ps(rounded(result), load_bf16(added + place));
+            store_bf16(out + place, result);
+        }
     }
+}
+
+// out = weight * x / sqrt(mean(x^2) + epsilon) by row. width: a multiple of 16.
+void rms_norm(const bf16* x, const bf16* weight, float epsilon, bf16* out, int64_t rows, int64_t width) {
+    for (int64_t m = 0; m < rows; m++, x += width, out += width) {
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t k = 0; k < width; k += LANES) {
+            const __m512 here = load_bf16(x + k);
+            squares = _mm512_fmadd_ps(here, here, squares);
+        }
+        const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(width);
+        const __m512 scale = _mm512_set1_ps(1 / std::sqrt(mean + epsilon));
+        for (int64_t k = 0; k < width; k += LANES)
+            store_bf16(out + k, _mm512_mul_ps(load_bf16(weight + k), rounded(_mm512_mul_ps(load_bf16(x + k), scale))));
+    }
+}
+
+// Rotary positions, in place: the first `heads` heads of each row of x[rows, stride], by cos and sin[rows, size].
+// size: of a head, a multiple of 32.
+void rotate(bf16* x, const bf16* cosines, const bf16* sines, int64_t rows, int64_t heads, int64_t size, int64_t stride) {
+    const int64_t half = size / 2;
+    for (int64_t m = 0; m < rows; m++, x += stride, cosines += size, sines += size)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t k = 0; k < half; k += LANES) {
+                bf16* low = x + h * size + k;
+                bf16* high = low + half;
+                const __m512 a = load_bf16(low), b = load_bf16(high);
+                const __m512 minus_b = _mm512_sub_ps(_mm512_setzero_ps(), b);
+                store_bf16(low, _mm512_add_ps(rounded(_mm512_mul_ps(a, load_bf16(cosines + k))),
+                                              rounded(_mm512_mul_ps(minus_b, load_bf16(sines + k)))));
+                store_bf16(high, _mm512_add_ps(rounded(_mm512_mul_ps(b, load_bf16(cosines + half + k))),
+                                               rounded(_mm512_mul_ps(a, load_bf16(sines + half + k)))));
+            }
+}
+
+// out[rows, width] = silu(both[:, :width]) * both[:, width:]. width: a multiple of 16.
+void silu_product(const bf16* both, bf16* out, int64_t rows, int64_t width) {
+    for (int64_t m = 0; m < rows; m++, both += 2 * width, out += width)
+        for (int64_t k = 0; k < width; k += LANES) {
+            const __m512 gate = load_bf16(both + k);
+            const __m512 divisor = _mm512_add_ps(_mm512_set1_ps(1), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+            store_bf16(out + k, _mm512_mul_ps(rounded(_mm512_div_ps(gate, divisor)), load_bf16(both + width + k)));
+        }
 }
 }

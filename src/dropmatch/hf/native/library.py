@@ -36,9 +36,12 @@ _COMPILE_SECONDS = 120
 _POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
     "num_threads": ([], _INT),
-    "linear_bf16": ([_POINTER] * 4 + [_COUNT] * 4 + [_INT], None),
-    "linear_int4": ([_POINTER] * 4 + [_COUNT] * 3 + [_INT], None),
+    "linear_bf16": ([_POINTER] * 5 + [_COUNT] * 4 + [_INT], None),
+    "linear_int4": ([_POINTER] * 5 + [_COUNT] * 3 + [_INT], None),
     "pack_int4": ([_POINTER] * 4 + [_COUNT] * 2, None),
+    "rms_norm": ([_POINTER] * 2 + [ctypes.c_float, _POINTER] + [_COUNT] * 2, None),
+    "rotate": ([_POINTER] * 3 + [_COUNT] * 4, None),
+    "silu_product": ([_POINTER] * 2 + [_COUNT] * 2, None),
 }
 
 
