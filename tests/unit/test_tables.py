@@ -251,6 +251,30 @@ def test_tasks_and_speed_get_columns_where_they_are(tmp_path: Path) -> None:
     assert column(shown_table, "over plain") == ["1.50x (1.00-2.00)"]
 
 
+def answer(tokens: list[int], is_correct: bool | None = True) -> Result:
+    return {"tokens": tokens, "score": {"correct": is_correct}}
+
+
+def test_runs_under_other_seeds_are_set_beside_each_other(tmp_path: Path) -> None:
+    names = ["js@p=0.2 L=5", "js@p=0.2@seed=1 L=5", "js@p=0.2@seed=22 L=5", "mars L=5", "fly L=5", "fly@seed=3 L=5"]
+    result = comparison(*(row(name, arm=name, tau=4.0 + i, accuracy=0.5 + i / 10) for i, name in enumerate(names)))
+    texts = {"a": [[1, 2, 3], [1, 2, 3], [1, 9]], "b": [[4, 5], [4, 5], [4, 5]]}
+    verdicts = {"a": [True, True, False], "b": [False] * 3}
+    items = [{p: answer(texts[p][run], verdicts[p][run]) for p in texts} for run in range(3)]
+    result["arms"] = {name: {"items": items[i % 3]} for i, name in enumerate(names)}
+    result["arms"]["fly@seed=3 L=5"] = result["arms"]["fly L=5"]
+    (shown_table,) = tables(shown(result, tmp_path, "seeds"))
+    assert column(shown_table, "rule") == ["js@p=0.2 L=5", "fly L=5"]  # mars ran once
+    assert column(shown_table, "runs") == ["3", "2"]
+    assert column(shown_table, "tau") == ["5.00 (4.00 to 6.00)", "8.50 (8.00 to 9.00)"]
+    assert column(shown_table, "accuracy") == ["60% (50% to 70%)", "95% (90% to 100%)"]
+    assert column(shown_table, "prompts with one text in all runs") == ["1 of 2", "2 of 2"]
+    assert column(shown_table, "first difference, token") == ["1", ""]
+    assert column(shown_table, "solved in some runs, not in all") == ["1", "0"]
+    with pytest.raises(DataError, match="no method under more than one seed"):
+        shown(comparison(row(), arms={}), tmp_path, "seeds")
+
+
 @pytest.mark.parametrize("form", ["", "pareto"])
 def test_old_files_show_nothing_against_plain_decoding_or_another_length(tmp_path: Path, form: str) -> None:
     """Older versions set texts against plain decoding, and speed against lossless decoding at any length."""

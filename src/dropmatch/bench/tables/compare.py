@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from dropmatch.bench.bases import well_based
@@ -88,6 +91,69 @@ def pareto(named: Named) -> str:
         "accuracy, by the point estimates. Accuracy in per cent with Wilson's 95% interval; the difference to lossless "
         f"is paired by prompt, p is McNemar's exact test. {_run(result)} {made_by(result, name)}",
     )
+
+
+def seeds(named: Named) -> str:
+    """Methods that ran under several seeds (`@seed=`): how far one run lies from another."""
+    result, name = named
+    rows = [row for row in result["summary"] if row["task"] == result["summary"][0]["task"]]
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(_without_seed(row["arm"]), []).append(row)
+    runs = {arm: each for arm, each in runs.items() if len(each) > 1}
+    if not runs:
+        raise DataError(f"{name} has no method under more than one seed. Add some: --rules dropmatch,dropmatch@seed=1.")
+    lines = [
+        [
+            arm,
+            str(len(each)),
+            *(
+                _range([row[key] for row in each], form)
+                for key, form in (("tau", ".2f"), ("accuracy", ".0%"), ("lossy_share", ".2%"), ("logprob_mean", ".4f"))
+            ),
+            *_agreement([result["arms"][row["arm"]]["items"] for row in each]),
+        ]
+        for arm, each in runs.items()
+    ]
+    head = ["rule", "runs", "tau", "accuracy", "lossy tokens", "log-probability"]
+    head += ["prompts with one text in all runs", "first difference, token", "solved in some runs, not in all"]
+    return block(
+        grid(head, lines),
+        f"{_prompts(result)}, decoded again under other seeds: mean (lowest to highest of the runs). First difference: "
+        "median over prompts and pairs of runs whose texts differ. "
+        f"{_run(result)} {made_by(result, name)}",
+    )
+
+
+def _without_seed(arm: str) -> str:
+    """`dropmatch@p=0.2@seed=1 L=10` -> `dropmatch@p=0.2 L=10`."""
+    return re.sub(r"@seed=\d+", "", arm)
+
+
+def _range(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"{statistics.fmean(known):{form}} ({min(known):{form}} to {max(known):{form}})"
+
+
+def _agreement(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Cells of how alike the answers of several runs are. runs: by prompt, the answer of each run."""
+    prompts = [[run[prompt] for run in runs] for prompt in runs[0]]
+    same = sum(len({tuple(answer["tokens"]) for answer in answers}) == 1 for answers in prompts)
+    places = [
+        _first_difference(a["tokens"], b["tokens"])
+        for answers in prompts
+        for a, b in combinations(answers, 2)
+        if a["tokens"] != b["tokens"]
+    ]
+    verdicts = [{answer["score"]["correct"] for answer in answers} for answers in prompts]
+    mixed = sum(seen == {True, False} for seen in verdicts)
+    return [f"{same} of {len(prompts)}", f"{statistics.median(places):.0f}" if places else "", str(mixed)]
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def paper6(files: Sequence[Named]) -> str:

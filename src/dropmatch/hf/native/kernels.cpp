@@ -262,7 +262,7 @@ void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, const b
     }
     const Int4Block run = INT4_BLOCK[rows];
     const int64_t blocks = features / LANES, size = groups * 320;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         __m512 sums[MOST_INT4_ROWS];
         run(packed + block * size, codes, scales, totals, groups, inputs, sums);
