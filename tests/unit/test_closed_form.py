@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.acceptance import AcceptanceRule, AnyOf, Guard, RuleOptions, TargetMatch, make_rule
-from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority, radius
+from dropmatch.core.calibrate import choose_p_drop
+from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority, head_chance, radius
 from dropmatch.core.engine import SpeculativeEngine
+from dropmatch.core.flat import FlatJudge, FlatRows, judging_bytes
+from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import DraftTree
 from dropmatch.core.reasons import Reason
@@ -32,8 +37,12 @@ from dropmatch.ops.closed_form import (
     win_chance,
 )
 from dropmatch.ops.divergence import LN2, js_divergence
+from dropmatch.vllm.head import VLLMHead
+from dropmatch.vllm.hook import Asked, Drafts, Hook
+from dropmatch.vllm.settings import PluginConfig, parse_config, parse_request
 from scripted import ScriptedModel, TableHead
-from toys import GENTLE, TreeDrafter, make_row, run, verify
+from toys import GENTLE, TreeDrafter, collect, make_row, run, verify
+from watches import Peak
 
 FLOAT32 = 1e-5
 V = 12
@@ -134,6 +143,39 @@ def test_chances_of_all_tokens_add_up() -> None:
         rest = [j for j in range(8) if j != i]
         total += float(win_chance(scores[i] - scores[rest], rows[i] - rows[rest], 0.3))
     assert total == pytest.approx(1.0, abs=0.02)
+
+
+SAME_RIVAL = 0.06  # of 0.5: what is left behind a truncation counts as normal, and a copy of a rival as half a rival
+
+
+def test_a_rival_listed_twice_lowers_a_chance_a_little() -> None:
+    rows = torch.randn(1, 200, generator=torch.Generator().manual_seed(0))
+    once, twice = (float(win_chance(torch.zeros(n), rows.expand(n, -1), 0.3, num_exact=0)) for n in (1, 2))
+    assert once == pytest.approx(0.5, abs=FLOAT32)
+    assert once - SAME_RIVAL < twice < once
+
+
+@pytest.mark.parametrize("p_drop", [1e-9, 0.99, math.nextafter(1.0, 0.0)])
+def test_extreme_rates_give_chances_and_radii(p_drop: float) -> None:
+    margin, rows = _case(8, 3, 0)
+    assert 0.0 <= float(win_chance(margin, rows, p_drop)) <= 1.0 + FLOAT32
+    value = float(expected_radius(*logit_spread(torch.full((3,), 1 / 3), rows, p_drop), 5))
+    assert 0.0 <= value <= LN2 + FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_plays_no_part(dtype: torch.dtype) -> None:
+    """Programs set it, and the closed form then mixed dtypes and raised."""
+    margin, rows = _case(8, 3, 0)
+    variance, freedom = torch.ones(1), torch.full((1,), 2.0)
+    want = win_chance(margin, rows, 0.3), expected_radius(variance, freedom, 5)
+    torch.set_default_dtype(dtype)
+    try:
+        got = win_chance(margin, rows, 0.3), expected_radius(variance, freedom, 5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
 
 
 def test_margins_and_rows_must_name_the_same_rivals() -> None:
@@ -304,7 +346,7 @@ def test_names_presets_and_reasons() -> None:
     assert [Reason(code).label for code in (18, 19, 20)] == ["expected_head", "expected_js", "expected_majority"]
 
 
-@pytest.mark.parametrize("chance", [0.0, -0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("chance", [0.0, -0.1, 1.1, float("nan"), "0.5"])
 def test_a_chance_out_of_range_is_refused(chance: float) -> None:
     with pytest.raises(ConfigError, match=r"ExpectedHead chance=.*Allowed: \(0, 1\]"):
         ExpectedHead(chance)
@@ -325,8 +367,10 @@ def test_neither_heads_nor_seeds_nor_mask_sharing_play_a_part(name: str) -> None
     for other in (
         _many(params=SamplingParams(seed=2)),
         _many(dropout=DropoutConfig(p_drop=GENTLE.p_drop, mask_sharing="fixed")),
+        _many(dropout=DropoutConfig(p_drop=GENTLE.p_drop, heads="shortlist", shortlist_size=4)),
     ):
         assert torch.equal(_codes(make_rule(name), other()), codes)
+    assert v.seen is None
     assert bool((codes > 0).any())
     assert not bool((codes[:, 1:] > 0).all())
 
@@ -389,6 +433,80 @@ def test_more_heads_and_more_dropout_only_add_tokens_far_from_the_plain_argmax()
             codes = (_codes(rule, v) > 0) & ~v.is_exact
             assert kept is None or int((codes & ~kept).sum()) > int((kept & ~codes).sum())
             kept = codes
+
+
+def test_more_heads_are_nothing_to_the_majority() -> None:
+    codes = [_codes(ExpectedMajority(), _many(dropout=DropoutConfig(num_paths=K, p_drop=0.2))()) for K in (1, 5, 50)]
+    assert torch.equal(codes[0], codes[1])
+    assert torch.equal(codes[0], codes[2])
+
+
+CLEAR = 0.05  # share of votes that a majority must be ahead by: the vote itself is off by 0.03, the chances by as much
+
+
+@pytest.mark.parametrize("p_drop", [0.1, 0.3])
+def test_the_likeliest_token_of_a_head_is_the_majority_of_many(p_drop: float) -> None:
+    """400 heads at the 24 rows' first nodes, mask seeds 0..23."""
+    v = _many(dropout=DropoutConfig(num_paths=400, p_drop=p_drop), shape=(-1, 0, 0, 0))()
+    kept = (_codes(ExpectedMajority(), v) > 0)[:, 1:]
+    heads = v.ensemble(v.tree.depth > 0)
+    votes = torch.zeros(24, V).scatter_add_(-1, heads.tokens[:, 1], torch.ones(24, 400)).topk(2).values / 400
+    is_clear = votes[:, 0] - votes[:, 1] > CLEAR
+    sampled = (heads.majority == v.tree.tokens)[:, 1:]
+    assert int(is_clear.sum()) > 12
+    assert torch.equal(kept[is_clear], sampled[is_clear])
+
+
+def test_greedy_rows_among_sampled_ones_are_judged_as_alone() -> None:
+    prompts = [[1, b % V, b // V, 5] for b in range(24)]
+    alone = _many(shape=CHAIN)()
+    params = [SamplingParams(seed=b) if b % 2 else SamplingParams(temperature=0.9, top_k=4, seed=b) for b in range(24)]
+    mixed = verify(TARGET, [make_row(p, q) for p, q in zip(prompts, params, strict=True)], alone.tree)
+    b, n = (alone.tree.depth > 0).nonzero(as_tuple=True)
+    is_greedy = b % 2 == 1
+    assert torch.equal(head_chance(mixed, b, n)[is_greedy], head_chance(alone, b, n)[is_greedy])
+
+
+CUT_ERROR = {1.0: (0.0, 0.02), 0.8: (0.03, 0.1)}
+"""Closed against sampled chance at p_drop 0.2, mean over positions by top-p: 0.011 and 0.058 were seen, 300 heads."""
+
+
+@pytest.mark.parametrize("top_p", CUT_ERROR)
+def test_top_p_costs_accuracy_since_each_head_cuts_by_its_own(top_p: float) -> None:
+    """60 positions, mask and sampling seed 5."""
+    model, draft = ScriptedModel(40, 96, seed=0), ScriptedModel(40, 96, seed=0, noise=0.8)
+    rows = [make_row([1, b % 40, b // 40, 5], SamplingParams(temperature=0.8, seed=5, top_p=top_p)) for b in range(60)]
+    tokens = torch.stack([draft.head(draft.state(row.ids)).topk(2).indices for row in rows])
+    tokens[:, 0] = 5
+    tree = DraftTree.chain(tokens, torch.full((60,), 2))
+    v = verify(model, rows, tree, DropoutConfig(num_paths=300, p_drop=0.2), with_js=False)
+    b, n = (tree.depth > 0).nonzero(as_tuple=True)
+    sampled = v.ensemble(tree.depth > 0).votes[b, n] / 300
+    low, high = CUT_ERROR[top_p]
+    assert low < float((head_chance(v, b, n) - sampled).abs().mean()) < high
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_that_are_no_numbers_keep_nothing(name: str) -> None:
+    v = _many()()
+    v.target_logits = v.target_logits.clone()
+    v.target_logits[0], v.target_logits[1] = torch.nan, -torch.inf
+    v.is_exact[:2] = False
+    kept = _codes(make_rule(name), v) > 0
+    assert not bool(kept[:2].any())
+    assert torch.equal(kept[2:], (_codes(make_rule(name), _many()()) > 0)[2:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(2, 1), (3, 2)])
+def test_tiny_vocabularies_and_states_are_judged(name: str, size: tuple[int, int]) -> None:
+    model = ScriptedModel(*size)
+    rows = [make_row([b // 2, b % 2], SamplingParams(seed=b)) for b in range(4)]
+    logits = torch.stack([model.head(model.state(row.ids)) for row in rows])
+    tokens = torch.stack([torch.tensor([row.ids[-1] for row in rows]), logits.argmax(-1)], dim=1)
+    tree = DraftTree.chain(tokens, torch.full((4,), 2), torch.stack([logits, logits], dim=1))
+    v = verify(model, rows, tree, DropoutConfig(p_drop=0.01))
+    assert bool((_codes(make_rule(name), v)[:, 1] > 0).all())
 
 
 def test_a_larger_chance_keeps_less() -> None:
@@ -531,3 +649,197 @@ def test_independent_noise_is_refused_only_where_it_is_used() -> None:
     _codes(ExpectedHead(), _many(dropout=dropout)())
     with pytest.raises(ConfigError, match=r"noise='independent'.*Use noise='shared'"):
         _codes(ExpectedHead(), _many(dropout=dropout, params=SamplingParams(temperature=0.7))())
+
+
+@pytest.mark.parametrize(
+    ("params", "dropout", "is_plain", "says"),
+    [
+        (SamplingParams(rule="dropmatch-expected"), GENTLE, False, "no weight matrix"),
+        (
+            SamplingParams(rule="expected-head", temperature=0.7),
+            DropoutConfig(p_drop=0.1, noise="independent"),
+            True,
+            "Use noise='shared'",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_judged_is_refused_before_its_batch_mates_lose_a_step(
+    params: SamplingParams, dropout: DropoutConfig, is_plain: bool, says: str
+) -> None:
+    """It used to raise in the first step, which left all rows of the engine unusable."""
+
+    def engine() -> SpeculativeEngine:
+        target = ScriptedModel(V, 24)
+        if not is_plain:
+            target.head = _Opaque(target.head.weight)
+        return SpeculativeEngine(target, TreeDrafter(DRAFT, CHAIN), rule="dropmatch", dropout=dropout)
+
+    alone, beside = engine(), engine()
+    for one in (alone, beside):
+        one.add([1, 2, 3], SamplingParams(max_new_tokens=20))
+    with pytest.raises(ConfigError, match=says):
+        beside.add([1, 2, 4], params)
+    assert collect(beside.run())[0].tokens == collect(alone.run())[0].tokens
+
+
+class _Opaque:
+    """A head that shows no rows."""
+
+    is_linear, vocab_size, weight = True, V, None
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._weight.T
+
+
+def test_a_head_without_rows_leaves_the_sampled_choice_of_p_drop() -> None:
+    head = _Opaque(TARGET.head.weight)
+    with pytest.raises(ConfigError, match=r"p_drop='auto-expected'.*p_drop='auto' or a number"):
+        choose_p_drop(head, TARGET.table[:20], DropoutConfig(), expected=True)
+    assert choose_p_drop(head, TARGET.table[:20], DropoutConfig()).p_drop > 0
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_one_head_has_no_radius_to_choose_p_drop_by(expected: bool) -> None:
+    """A radius of 0 used to choose the largest p_drop."""
+    with pytest.raises(ConfigError, match="K=1 is a single one"):
+        choose_p_drop(TARGET.head, TARGET.table[:20], DropoutConfig(num_paths=1), expected=expected)
+
+
+# --- in serving engines ---
+
+
+def _flat(head: TableHead, hidden: Tensor, raw: Tensor, *, temperature: float = 0.0) -> FlatRows:
+    """The second best token of every row, with the target's own distribution as the drafter's."""
+    index = torch.arange(len(hidden))
+    return FlatRows(
+        hidden=hidden,
+        raw=raw,
+        final=raw / (temperature or 1.0),
+        raw_row=index,
+        final_row=index,
+        tokens=raw.topk(2).indices[:, 1],
+        keys=torch.stack([index, index, index], dim=-1),
+        temperature=torch.full((len(hidden),), temperature),
+        draft_logits=lambda i: raw[i],
+    )
+
+
+def _kept(name: str, head: TableHead, rows: FlatRows, *, is_sampled: bool = False) -> Tensor:
+    judge = FlatJudge(make_rule(name), MCDropoutHead(head, GENTLE), memory_bytes=2**30, ask="all")
+    return judge(rows, is_sampled=is_sampled).code > 0
+
+
+@pytest.mark.parametrize("name", ["expected-head", "expected-majority"])
+def test_a_grammars_mask_holds_in_front_of_a_soft_cap(name: str) -> None:
+    """Forbidden tokens used to come back as rivals, with the scores they have in front of the cap."""
+    hidden = TARGET.table[:40]
+    allowed = torch.arange(V) % 4 == 1
+    kept = []
+    for options in ({}, {"softcap": 4.0}):
+        head = _with_head(**options).head
+        kept.append(_kept(name, head, _flat(head, hidden, head(hidden).masked_fill(~allowed, -torch.inf))))
+    assert torch.equal(kept[0], kept[1])
+    assert bool(kept[0].any()) or name == "expected-majority"
+
+
+@pytest.mark.parametrize(("name", "temperature"), [*((name, 0.0) for name in NAMES), ("expected-js", 0.8)])
+def test_flat_rows_are_judged_without_a_projection(name: str, temperature: float) -> None:
+    head = TableHead(TARGET.head.weight)
+    rows = _flat(head, TARGET.table[:20], head(TARGET.table[:20]), temperature=temperature)
+    before = head.rows
+    assert len(_kept(name, head, rows, is_sampled=temperature > 0)) == 20
+    assert head.rows == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("size", "K"), [((64, 8), 5), ((64, 512), 5), ((3000, 8), 500)])
+def test_memory_stays_below_the_stated_bound(name: str, size: tuple[int, int], K: int) -> None:
+    """Rows of a large hidden size used to take six times what the cap allowed; K takes nothing."""
+    generator = torch.Generator().manual_seed(0)
+    head = TableHead(torch.randn(*size, generator=generator) / size[1] ** 0.5)
+    hidden = torch.randn(4, size[1], generator=generator)
+    rows, rule = _flat(head, hidden, head(hidden)), make_rule(name)
+    judge = FlatJudge(rule, MCDropoutHead(head, DropoutConfig(num_paths=K, p_drop=0.1)), memory_bytes=2**40, ask="all")
+    with Peak() as watch:
+        judge(rows, is_sampled=False)
+    assert 4 * judging_bytes(rule, K, *size) / 12 < watch.peak < 4 * judging_bytes(rule, K, *size)
+
+
+def _llm(weight: Tensor | None, logits: Tensor) -> SimpleNamespace:
+    """A model of vLLM with this LM head. logits: [V, d] what it multiplies by."""
+    return SimpleNamespace(
+        compute_logits=lambda hidden: hidden.float() @ logits.T,
+        lm_head=SimpleNamespace(weight=weight, bias=None),
+        logits_processor=SimpleNamespace(soft_cap=None, scale=1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_rows"), [(torch.bfloat16, True), (torch.float32, True), (torch.float8_e4m3fn, False)]
+)
+def test_heads_of_vllm_may_have_a_dtype_of_their_own(dtype: torch.dtype, has_rows: bool) -> None:
+    """A float32 or float8 head under bfloat16 states used to end the server's start, whatever the rule."""
+    weight = TARGET.head.weight.to(dtype)
+    llm = _llm(weight, weight.float())
+    head = VLLMHead(llm, hidden_size=24, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (head.weight is not None) == has_rows
+
+
+def test_rows_of_another_matrix_are_not_taken_for_the_heads_own() -> None:
+    other = TARGET.head.weight.clone()
+    other[-1] += 1.0
+    head = VLLMHead(_llm(other, TARGET.head.weight), hidden_size=24, dtype=torch.float32, device=torch.device("cpu"))
+    assert head.weight is None
+
+
+def test_a_request_for_rows_that_a_server_lacks_is_decoded_losslessly_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The front end lets it through, and an error in the worker would end the server for all."""
+    config = PluginConfig(rule="majority", p_drop=0.1)
+    hook = Hook(config, hidden_size=24, dtype=torch.float32, device=torch.device("cpu"))
+    assert hook.activate(_llm(None, TARGET.head.weight))["has_weight"] is False
+    hidden = TARGET.table[:6]
+    raw = hidden @ TARGET.head.weight.T
+    index = torch.arange(6)
+    settings = parse_request(config, {"dropmatch_rule": "expected-head"}), config.settings()
+    asked = [Asked(each, 0, 0.0) for each in settings]
+    drafts = Drafts(asked, [3, 3], raw.topk(2).indices[:, 1], index, hidden, raw, raw, index, index, None)
+    with caplog.at_level(logging.WARNING):
+        hook.decide(drafts)
+        steering = hook.decide(drafts)
+    assert bool(steering.logit[:3].isnan().all())
+    assert not bool(steering.refuse[:3].any())
+    assert [record.message.split(" (")[0] for record in caplog.records] == ["A request asks for a rule in closed form"]
+    assert hook.counts()[0] == 0  # nothing was counted yet
+    hook.count(torch.zeros(6, dtype=torch.bool))
+    assert hook.counts()[0] == 6  # the other request, twice
+
+
+@pytest.mark.parametrize(("rule", "is_expected"), [("dropmatch-expected", True), ("head+expected-head", False)])
+def test_a_server_measures_auto_as_the_engine_does(
+    rule: str, is_expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def choose(*args: object, expected: bool) -> SimpleNamespace:
+        seen.append(expected)
+        return SimpleNamespace(p_drop=0.1)
+
+    monkeypatch.setattr("dropmatch.vllm.hook.choose_p_drop", choose)
+    config = PluginConfig(rule=rule, p_drop="auto")
+    hook = Hook(config, hidden_size=24, dtype=torch.float32, device=torch.device("cpu"))
+    hook.activate(_llm(TARGET.head.weight, TARGET.head.weight))
+    hook.captured = [TARGET.table[:5]]
+    assert hook.settle() == 0.1
+    assert seen == [is_expected]
+
+
+def test_a_servers_head_chance_is_checked_whatever_its_rule() -> None:
+    """0 used to be allowed as "off" until a request asked for the rule, and was then called the request's mistake."""
+    for value in (0, 1.5, True):
+        with pytest.raises(ConfigError, match=r"head_chance=.*Give a number in \(0, 1\]"):
+            parse_config({"head_chance": value})

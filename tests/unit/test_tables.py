@@ -255,6 +255,26 @@ def answer(tokens: list[int], is_correct: bool | None = True) -> Result:
     return {"tokens": tokens, "score": {"correct": is_correct}}
 
 
+def test_lossy_rules_are_set_against_each_other(tmp_path: Path) -> None:
+    result = comparison(
+        row("lossless"), row("js", tau=6.0, lossy_share=0.03), row("mars", tau=5.5, lossy_share=0.02, logprob_mean=-0.5)
+    )
+    right = {"js": [True, False, True, None], "mars": [True, True, False, None]}
+    result["arms"] = {
+        f"{rule} L=5": {"items": {str(i): answer([i], value) for i, value in enumerate(values)}}
+        for rule, values in right.items()
+    }
+    (shown_table,) = tables(shown(result, tmp_path, "pairs"))
+    assert column(shown_table, "") == ["mars L=5 less js L=5"]
+    assert column(shown_table, "tau") == ["-0.50"]
+    assert column(shown_table, "lossy tokens") == ["-1.00%"]
+    assert column(shown_table, "log-probability") == ["-0.2500"]
+    assert column(shown_table, "gained, lost") == ["1, 1"]  # what cannot be graded counts for neither
+    assert column(shown_table, "accuracy, points (95%)")[0].startswith("+0.0 (-")
+    with pytest.raises(DataError, match="has 1 lossy rules"):
+        shown(comparison(row("lossless"), row()), tmp_path, "pairs")
+
+
 def test_runs_under_other_seeds_are_set_beside_each_other(tmp_path: Path) -> None:
     names = ["js@p=0.2 L=5", "js@p=0.2@seed=1 L=5", "js@p=0.2@seed=22 L=5", "mars L=5", "fly L=5", "fly@seed=3 L=5"]
     result = comparison(*(row(name, arm=name, tau=4.0 + i, accuracy=0.5 + i / 10) for i, name in enumerate(names)))
@@ -272,7 +292,7 @@ def test_runs_under_other_seeds_are_set_beside_each_other(tmp_path: Path) -> Non
     assert column(shown_table, "first difference, token") == ["1", ""]
     assert column(shown_table, "solved in some runs, not in all") == ["1", "0"]
     with pytest.raises(DataError, match="no method under more than one seed"):
-        shown(comparison(row(), arms={}), tmp_path, "seeds")
+        shown(comparison(row()), tmp_path, "seeds")
 
 
 @pytest.mark.parametrize("form", ["", "pareto"])

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority
-from dropmatch.core.head import Tie
+from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority, check_noise
+from dropmatch.core.head import MCDropoutHead, Tie
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.judge import NAME as JUDGE
 from dropmatch.core.judge import Judge, JudgeHead, make_judge
 from dropmatch.core.needs import Need
@@ -357,12 +358,29 @@ def as_rule(rule: object, options: RuleOptions | None = None) -> AcceptanceRule:
 
 def is_closed_form(rule: AcceptanceRule) -> bool:
     """Whether a rule judges by what dropout heads do on average, and asks no sampled ones."""
-    if Need.HEADS in rule.needs:
-        return False
-    parts = rule.rules if isinstance(rule, AnyOf) else (rule.rule if isinstance(rule, Guard) else rule,)
-    if parts == (rule,):
-        return isinstance(rule, ExpectedHead | ExpectedJS | ExpectedMajority)
-    return any(is_closed_form(part) for part in parts)
+    return Need.HEADS not in rule.needs and reads_rows(rule)
+
+
+def reads_rows(rule: AcceptanceRule) -> bool:
+    """Whether any part of a rule is in closed form, and so reads rows of the LM head."""
+    return bool(_closed_parts(rule))
+
+
+def _closed_parts(rule: AcceptanceRule) -> list[AcceptanceRule]:
+    if isinstance(rule, Guard):
+        return _closed_parts(rule.rule)
+    if isinstance(rule, AnyOf):
+        return [part for joined in rule.rules for part in _closed_parts(joined)]
+    return [rule] if isinstance(rule, ExpectedHead | ExpectedJS | ExpectedMajority) else []
+
+
+def check_head(rule: AcceptanceRule, head: MCDropoutHead, *, is_sampled: bool) -> None:
+    """Raise ConfigError where a rule in closed form cannot read this head, at temperature > 0 if is_sampled."""
+    closed = _closed_parts(rule)
+    if closed:
+        HeadRows.of(head.head)
+    if is_sampled and any(not isinstance(part, ExpectedJS) for part in closed):
+        check_noise(head.config)
 
 
 def needs_of(rules: Sequence[AcceptanceRule]) -> frozenset[Need]:
@@ -385,8 +403,10 @@ __all__ = [
     "TargetMatch",
     "Tie",
     "as_rule",
+    "check_head",
     "is_closed_form",
     "make_rule",
     "needs_of",
+    "reads_rows",
     "rule_names",
 ]

@@ -67,8 +67,14 @@ def choose_p_drop(
     """The largest p_drop of P_DROP_GRID whose median radius stays within TARGET_RADIUS on these hidden states.
 
     hidden: [T, d], inputs of the LM head at positions of ordinary text. If even the smallest p exceeds it, that one.
-    expected: take the closed form's radius, which draws no masks, instead of that of sampled heads.
+    expected: take the closed form's radius, which draws no masks, instead of that of sampled heads. Raises ConfigError
+    for K=1, where no head has others to be far from.
     """
+    if config.num_paths == 1:
+        raise ConfigError(
+            "p_drop='auto' measures how far the heads are from their mean, and K=1 is a single one. Give p_drop as a "
+            "number, or K of at least 2."
+        )
     if len(hidden) == 0:
         raise ConfigError("p_drop='auto' needs at least one hidden state to measure the radius at.")
     measured: dict[float, float] = {}

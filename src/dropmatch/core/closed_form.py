@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dropmatch.config import DropoutConfig
 from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import Verification
@@ -59,8 +61,10 @@ class ExpectedHead(_ExpectedRule):
     chance: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.chance <= 1.0:
-            raise ConfigError(f"ExpectedHead chance={self.chance!r} is out of range. Allowed: (0, 1].")
+        if not isinstance(self.chance, Real) or not 0.0 < self.chance <= 1.0:
+            raise ConfigError(
+                f"ExpectedHead chance={self.chance!r} (head_chance, by name) is out of range. Allowed: (0, 1]."
+            )
 
     def judge(self, v: Verification, ask: Tensor) -> Tensor:
         def is_kept(b: Tensor, n: Tensor) -> Tensor:
@@ -128,7 +132,8 @@ class _Contest:
         if head.softcap is not None:
             # a cap is monotone, so a greedy argmax can be taken in front of it, where the head is linear
             is_bare = _is_bare(v, b)[:, None]
-            scores = torch.where(is_bare, head.scores(products, tokens), scores)
+            is_open = scores > _LOWEST  # serving engines mask by a grammar what is bare otherwise
+            scores = torch.where(is_bare & is_open, head.scores(products, tokens), scores)
             slope = torch.where(is_bare, 1.0, slope)
         if v.sampling.any_sampled:
             slope = slope / v.sampling.temperature[b][:, None]
@@ -142,7 +147,8 @@ class _Contest:
         place = torch.arange(self._scores.shape[-1] - 1, device=device)
         others = place + (place >= torch.arange(count, device=device)[:, None])  # [count, R] all places but its own
         margin = self._scores[:, :count, None] - self._scores[:, others]
-        return win_chance(margin, self._products[:, :count, None] - self._products[:, others], self._p_drop)
+        chance = win_chance(margin, self._products[:, :count, None] - self._products[:, others], self._p_drop)
+        return torch.where(self._scores[:, :count] > _LOWEST, chance, 0.0)  # where all are masked, none wins
 
 
 def head_chance(v: Verification, b: Tensor, n: Tensor) -> Tensor:
@@ -159,13 +165,18 @@ def _shared_noise(v: Verification, b: Tensor, node: Tensor) -> Tensor | None:
     """The Gumbel noise [M, V] of the nodes, zero in greedy rows."""
     if not v.sampling.any_sampled or not bool(v.sampling.is_sampled[b].any()):
         return None
-    if v.head.config.noise != "shared":
-        raise ConfigError(
-            f"The closed-form rules know heads that share their sampling noise, and noise={v.head.config.noise!r}. "
-            "Use noise='shared', temperature 0, or a sampled rule such as 'dropmatch-naive'."
-        )
+    check_noise(v.head.config)
     noise = v.sampling.noise(b, v.positions[b, node], v.target_logits.shape[-1], Purpose.GUMBEL)
     return None if noise is None else noise[:, 0]
+
+
+def check_noise(config: DropoutConfig) -> None:
+    """Raise ConfigError unless all heads of a position sample with one noise."""
+    if config.noise != "shared":
+        raise ConfigError(
+            f"The closed-form rules know heads that share their sampling noise, and noise={config.noise!r}. "
+            "Use noise='shared', temperature 0, or a sampled rule such as 'dropmatch-naive'."
+        )
 
 
 def radius(v: Verification, b: Tensor, node: Tensor) -> Tensor:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
-from dropmatch.core.acceptance import AcceptanceRule, Need, RejectionSampling, TargetMatch, as_rule, needs_of
+from dropmatch.core.acceptance import (
+    AcceptanceRule,
+    Need,
+    RejectionSampling,
+    TargetMatch,
+    as_rule,
+    check_head,
+    needs_of,
+)
 from dropmatch.core.calibrate import RadiusWatch
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.core.interfaces import CachedModel, Drafter, DraftTree, ModelOutput, Verdict
@@ -140,6 +148,8 @@ class SpeculativeEngine:
                 f"correction={self.config.correction!r} goes with rules that ask the dropout heads, and this one does "
                 f"not: {rule}. Use correction='plain'."
             )
+        if self.drafter is not None:
+            check_head(rule, self.head, is_sampled=params.temperature > 0)
         request = self._num_requests  # counted behind the last check, since keys of rows without a seed hang on it
         self._num_requests += 1
         has_key = params.seed is not None

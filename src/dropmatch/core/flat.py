@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dropmatch.core.acceptance import AcceptanceRule, Need
+from dropmatch.core.acceptance import AcceptanceRule, Need, reads_rows
 from dropmatch.core.head import MCDropoutHead, point_mass_divergence
 from dropmatch.core.reasons import Reason
 from dropmatch.core.verification import NodeEnsemble
@@ -82,8 +82,16 @@ class FlatDecision:
 
 
 def bytes_per_row(num_paths: int, vocab_size: int, hidden_size: int) -> int:
-    """Upper bound on the memory that judging one drafted token takes for a moment."""
+    """Upper bound on the memory that asking num_paths heads about one drafted token takes for a moment."""
     return 4 * vocab_size * (20 + 3 * num_paths) + 80 * num_paths * hidden_size
+
+
+def judging_bytes(rule: AcceptanceRule, num_paths: int, vocab_size: int, hidden_size: int) -> int:
+    """Upper bound on the memory that judging one drafted token by this rule takes for a moment."""
+    asked = num_paths if Need.HEADS in rule.needs else 0
+    # a few dozen rows of the head, their differences and covariances
+    closed = 2_800 * hidden_size + 320_000 if reads_rows(rule) else 0
+    return bytes_per_row(asked, vocab_size, hidden_size) + closed
 
 
 class FlatJudge:
@@ -106,7 +114,7 @@ class FlatJudge:
 
     def block(self, hidden_size: int) -> int:
         """Rows judged at once."""
-        row = bytes_per_row(self.head.config.num_paths, self.head.head.vocab_size, hidden_size)
+        row = judging_bytes(self.rule, self.head.config.num_paths, self.head.head.vocab_size, hidden_size)
         return max(1, self.memory_bytes // row)
 
     def __call__(self, rows: FlatRows, *, is_sampled: bool) -> FlatDecision:

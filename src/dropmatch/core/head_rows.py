@@ -55,8 +55,9 @@ class HeadRows:
             bias = getattr(head, "bias", None)
             return cls(weight, bias if isinstance(bias, Tensor) else None, float(getattr(head, "scale", 1.0)), softcap)
         raise ConfigError(
-            f"The closed-form rules and the shortlist need rows of the target's LM head, but {why}. Use the sampled "
-            "rules, such as 'dropmatch', with heads='full', or load the target in bfloat16 or float32."
+            f"The closed-form rules, p_drop='auto-expected' and the shortlist need rows of the target's LM head, but "
+            f"{why}. Use the sampled rules, such as 'dropmatch', with heads='full' and p_drop='auto' or a number, or "
+            "load the target in bfloat16 or float32."
         )
 
     def products(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -72,5 +73,5 @@ class HeadRows:
     def slope(self, products: Tensor, tokens: Tensor) -> Tensor:
         """Derivative of the logit by the score: below 1 only under a soft-cap. Returns [M, T]."""
         if self.softcap is None:
-            return torch.ones(tokens.shape, device=tokens.device)
+            return torch.ones(tokens.shape, dtype=products.dtype, device=tokens.device)
         return 1.0 - torch.tanh(self.scores(products, tokens) / self.softcap).square()

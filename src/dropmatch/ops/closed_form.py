@@ -39,8 +39,9 @@ def win_chance(margin: Tensor, rows: Tensor, p_drop: float, *, num_exact: int = 
     largest = (square / reach.clamp(min=_TINY)[..., None]).sum(-2).topk(num_exact, dim=-1).indices  # [..., E]
     index = largest[..., None, :].expand(*rows.shape[:-1], num_exact)
     kept = _patterns(num_exact, rows.device)  # [2**E, E]
-    noise = torch.where(kept, 1.0 / (1.0 - p_drop) - 1.0, -1.0)
-    weight = torch.where(kept, 1.0 - p_drop, p_drop).prod(-1)  # [2**E]
+    is_kept = kept.to(rows.dtype)  # a number and a number would take torch's default dtype, whatever it is
+    noise = is_kept * odds - (1.0 - is_kept)
+    weight = (is_kept * (1.0 - p_drop) + (1.0 - is_kept) * p_drop).prod(-1)  # [2**E]
     shift = noise @ rows.gather(-1, index).transpose(-1, -2)  # [..., 2**E, R]
     rest = rows.scatter(-1, index, 0.0)
     covariance = odds * rest @ rest.transpose(-1, -2)  # [..., R, R]
@@ -132,6 +133,7 @@ def max_over_mean(freedom: Tensor, count: int) -> Tensor:
         return torch.ones_like(freedom)
     shape = (freedom / 2.0)[..., None]
     # nodes denser near 0, up to where a gamma variable's tail is below 1e-5 of its mean
-    x = torch.linspace(0.0, 1.0, _NODES, device=freedom.device).square() * (shape + 12.0 * shape.sqrt() + 12.0)
+    nodes = torch.linspace(0.0, 1.0, _NODES, dtype=freedom.dtype, device=freedom.device).square()
+    x = nodes * (shape + 12.0 * shape.sqrt() + 12.0)
     below = torch.special.gammainc(shape.expand_as(x), x)
     return torch.trapezoid(1.0 - below**count, x) / shape[..., 0]

@@ -6,7 +6,8 @@ import functools
 import logging
 from typing import Any
 
-from dropmatch.core.flat import bytes_per_row
+from dropmatch.core.acceptance import Need
+from dropmatch.core.flat import judging_bytes
 from dropmatch.errors import ConfigError
 from dropmatch.vllm import compat
 from dropmatch.vllm.compat import UnsupportedVLLMError
@@ -114,12 +115,15 @@ def check_settings(settings: RequestSettings, config: PluginConfig, vllm_config:
             f"Rule {rule!r} reads rows of the LM head's weight, which tensor parallelism splits. Use a sampled rule, "
             "such as 'dropmatch' or 'dropmatch-naive', or one device."
         )
-    model = vllm_config.model_config
-    row = bytes_per_row(settings.dropout.num_paths, model.get_vocab_size(), model.get_hidden_size())
-    if settings.rule is not None and row > config.memory_bytes:
+    if settings.rule is None:
+        return
+    model, k = vllm_config.model_config, settings.dropout.num_paths
+    row = judging_bytes(settings.rule, k, model.get_vocab_size(), model.get_hidden_size())
+    if row > config.memory_bytes:
+        smaller = "Give a smaller k, or start" if Need.HEADS in settings.rule.needs else "Start"
         raise ConfigError(
-            f"k={settings.dropout.num_paths} takes {row // 2**20} MiB for one drafted token, and memory_mb is "
-            f"{config.memory_mb}. Give a smaller k, or start the server with a larger memory_mb."
+            f"Rule {rule!r} with k={k} takes {row // 2**20} MiB for one drafted token, and memory_mb is "
+            f"{config.memory_mb}. {smaller} the server with a larger memory_mb."
         )
 
 

@@ -11,6 +11,7 @@ from dropmatch.core.head_rows import HeadRows
 from dropmatch.errors import ConfigError
 
 _PROBED = 4
+_PROBED_ROWS = 4096  # of the weight at once
 _ROUNDING = 0.02  # of the largest logit: bfloat16 keeps eight bits
 
 
@@ -50,10 +51,15 @@ class VLLMHead:
             return False  # sharded or quantised
         if self.softcap is not None and self.scale != 1.0:
             return False  # vLLM scales behind the cap, and HeadRows in front of it
-        tokens = torch.arange(self.vocab_size, device=probe.device).expand(len(probe), -1)
+        if weight.dtype.itemsize < 2:
+            return False  # float8, whose scales lie elsewhere
         rows = HeadRows(weight, self.bias, self.scale, self.softcap)
-        mine = rows.project(probe[:, None], tokens)[:, 0].float()
-        return bool((mine - logits.float()).abs().max() <= _ROUNDING * logits.float().abs().max())
+        hidden, logits = probe.to(weight.dtype)[None], logits.float()  # a head may be kept in float32
+        worst = torch.zeros((), device=probe.device)
+        for tokens in torch.split(torch.arange(self.vocab_size, device=probe.device), _PROBED_ROWS):
+            mine = rows.project(hidden, tokens[None])[0].float()  # [_PROBED, T]
+            worst = torch.maximum(worst, (mine - logits[:, tokens]).abs().max())
+        return bool(worst <= _ROUNDING * logits.abs().max())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.compute_logits(hidden.reshape(-1, hidden.shape[-1]))

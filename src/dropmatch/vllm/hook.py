@@ -6,6 +6,7 @@ Nothing here waits for the device while tokens are decoded. Knows flat rows and 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dropmatch.config import DropoutConfig, PDrop
-from dropmatch.core.acceptance import AcceptanceRule
+from dropmatch.core.acceptance import AcceptanceRule, is_closed_form
 from dropmatch.core.calibrate import choose_p_drop
 from dropmatch.core.flat import Ask, FlatJudge, FlatRows
 from dropmatch.core.head import MCDropoutHead
@@ -24,6 +25,8 @@ from dropmatch.core.reasons import Reason
 from dropmatch.errors import ConfigError, StateError
 from dropmatch.vllm.head import VLLMHead
 from dropmatch.vllm.settings import PluginConfig, RequestSettings, parse_request
+
+logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "_dropmatch"
 """Where a model runner keeps its `Hook`."""
@@ -101,6 +104,7 @@ class Hook:
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self._snapshot: _Snapshot | None = None
         self.num_dummy_passes = 0
+        self._has_warned = False
 
     def activate(self, model: Any) -> dict[str, Any]:
         """Build the head once the model is loaded. Returns what the engine wants to know."""
@@ -132,7 +136,8 @@ class Hook:
         states = torch.cat(self.captured)
         self.captured = None
         config = self.config.dropout(self.config.k, self.config.p_drop)
-        expected = self._p_drop == "auto-expected" or self.config.settings().needs_weight
+        rule = self.config.settings().rule
+        expected = self._p_drop == "auto-expected" or (rule is not None and is_closed_form(rule))
         self._p_drop = choose_p_drop(self._head, states, config, expected=expected).p_drop
         return self._p_drop
 
@@ -161,9 +166,24 @@ class Hook:
         groups: dict[tuple[RequestSettings, bool], list[int]] = {}
         for b, (asked, count) in enumerate(zip(drafts.requests, drafts.num_drafts, strict=True)):
             is_waiting = isinstance(asked.settings.dropout.p_drop, str) and not self.is_settled
-            if count > 0 and asked.settings.rule is not None and not is_waiting:
+            if count > 0 and asked.settings.rule is not None and not is_waiting and self._can_judge(asked.settings):
                 groups.setdefault((asked.settings, asked.temperature > 0), []).append(b)
         return groups
+
+    def _can_judge(self, settings: RequestSettings) -> bool:
+        """False where a request asks for rows of a head that shows none. The front end knows no head, and an error here
+        would end the server for all, so such a request keeps vLLM's lossless verification, and the log says so once."""
+        if not settings.needs_weight or self._head is None or self._head.weight is not None:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A request asks for a rule in closed form (%s), which reads rows of the LM head's weight, and this "
+                "server's is quantised or not a plain matrix. Such requests are decoded losslessly. Use a sampled "
+                "rule, such as 'dropmatch'.",
+                settings.rule,
+            )
+        return False
 
     def _rows(
         self, drafts: Drafts, members: list[int], starts: np.ndarray, index: Tensor, settings: RequestSettings

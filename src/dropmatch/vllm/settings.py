@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from dropmatch.config import DropoutConfig, MaskSharing, PDrop, check_choice
-from dropmatch.core.acceptance import AcceptanceRule, AnyOf, Guard, Need, RuleOptions, make_rule
+from dropmatch.core.acceptance import AcceptanceRule, AnyOf, Guard, Need, RuleOptions, make_rule, reads_rows
 from dropmatch.core.closed_form import ExpectedHead, ExpectedJS, ExpectedMajority
 from dropmatch.errors import ConfigError, UnknownNameError
 
@@ -76,8 +76,10 @@ class PluginConfig:
         for name in ("include_plain_argmax", "point_mass"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not allowed. Give true or false.")
-        for name in ("guard", "guard_ratio", "js_min_centroid_prob", "head_chance"):
+        for name in ("guard", "guard_ratio", "js_min_centroid_prob"):
             _check_share(name, getattr(self, name))
+        if not (_is_number(self.head_chance) and 0.0 < float(self.head_chance) <= 1.0):
+            raise ConfigError(f"head_chance={self.head_chance!r} is not allowed. Give a number in (0, 1].")
         check_choice("mask_sharing", self.mask_sharing, get_args(MaskSharing))
         check_choice("ask", self.ask, get_args(AskChoice))
         self.dropout(self.k, self.p_drop)
@@ -121,8 +123,7 @@ class RequestSettings:
     @property
     def needs_weight(self) -> bool:
         """Whether rows of the LM head's weight are read."""
-        closed = (ExpectedHead, ExpectedJS, ExpectedMajority)
-        return self.rule is not None and any(isinstance(part, closed) for part in parts_of(self.rule))
+        return self.rule is not None and reads_rows(self.rule)
 
     @property
     def is_greedy_only(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dropmatch.bench.bases import well_based
 from dropmatch.bench.figures import number, share, spread
+from dropmatch.bench.intervals import paired_difference
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import (
     Named,
@@ -25,6 +26,7 @@ from dropmatch.bench.tables.markdown import (
 )
 from dropmatch.errors import DataError
 
+_COMPARED = (("tau", "+.2f"), ("lossy_share", "+.2%"), ("logprob_mean", "+.4f"))
 _PAPER_RULES = ("dropmatch", "dropmatch-paper")
 
 
@@ -90,6 +92,37 @@ def pareto(named: Named) -> str:
         f"{_prompts(result)}; bold: no rule beats it in both tau and "
         "accuracy, by the point estimates. Accuracy in per cent with Wilson's 95% interval; the difference to lossless "
         f"is paired by prompt, p is McNemar's exact test. {_run(result)} {made_by(result, name)}",
+    )
+
+
+def pairs(named: Named) -> str:
+    """Each two lossy rules against each other, on the same prompts."""
+    result, name = named
+    rows = {row["arm"]: row for row in result["summary"] if row["task"] == result["summary"][0]["task"]}
+    lossy = [arm for arm, row in rows.items() if row["rule"] not in ("lossless", "plain")]
+    if len(lossy) < 2:
+        raise DataError(f"{name} has {len(lossy)} lossy rules. Give a file with at least two.")
+    lines = []
+    for first, second in combinations(lossy, 2):
+        a, b = (result["arms"][arm]["items"] for arm in (first, second))
+        graded = [item for item in a if item in b and a[item]["score"]["correct"] is not None]
+        paired = paired_difference(
+            *([bool(answers[item]["score"]["correct"]) for item in graded] for answers in (a, b))
+        )
+        lines.append(
+            [
+                f"{second} less {first}",
+                *(f"{rows[second][key] - rows[first][key]:{form}}" for key, form in _COMPARED),
+                f"{100 * paired.difference:+.1f} ({100 * paired.low:+.1f} to {100 * paired.high:+.1f})",
+                f"{paired.gained}, {paired.lost}",
+                f"{paired.p_value:.2g}",
+            ]
+        )
+    head = ["", "tau", "lossy tokens", "log-probability", "accuracy, points (95%)", "gained, lost", "p"]
+    return block(
+        grid(head, lines),
+        f"{_prompts(result)}. Gained, lost: prompts that only the first or only the second named rule solves; p is "
+        f"McNemar's exact test. {_run(result)} {made_by(result, name)}",
     )
 
 

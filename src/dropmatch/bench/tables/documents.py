@@ -37,7 +37,7 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-linears": {"": speed.linears},
     "bench-batch": {"": speed.batch},
     "analyze-overhead": {"": speed.overhead},
-    "compare": {"": compare.every_figure, "pareto": compare.pareto, "seeds": compare.seeds},
+    "compare": {"": compare.every_figure, "pareto": compare.pareto, "pairs": compare.pairs, "seeds": compare.seeds},
     "analyze-heads": {
         "": heads.all_parts,
         "paper-1": heads.accuracy,
