@@ -81,8 +81,15 @@ def collect(argv: Sequence[str] | None = None, *, device: str | None = None) -> 
         "device": _device_name(device),
         "num_threads": torch.get_num_threads(),
         "cpu": _cpu_model(),
+        "kernels": _kernels(),
         "platform": platform.platform(),
     }
+
+
+def _kernels() -> str | None:
+    """Whether linear layers on a CPU multiply by our own kernels, or why not; None where nothing was loaded."""
+    library = sys.modules.get("dropmatch.hf.native.library")  # a leaf imports nothing of the package
+    return None if library is None else library.why_unavailable() or "own"
 
 
 def _command(argv: Sequence[str]) -> str:

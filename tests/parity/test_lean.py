@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -116,12 +118,84 @@ def test_weights_stand_side_by_side_once_and_stay_the_models() -> None:
     assert first is not None
     assert second is not None
     for a, b in zip(first._layers, second._layers, strict=True):
+        assert a.query_key_value.bias is not None
+        assert b.query_key_value.bias is not None
+        assert a.query_key_value.bias.data_ptr() == b.query_key_value.bias.data_ptr()
         assert a.query_key_value.weight.data_ptr() == b.query_key_value.weight.data_ptr()
         assert a.gate_up.weight.data_ptr() == b.gate_up.weight.data_ptr()
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert type(model.model.layers[0].self_attn.q_proj.weight) is torch.nn.Parameter
+
+
+def test_weights_that_are_changed_in_place_are_seen() -> None:
+    model = make()
+    speed_up_linears(model)
+    lean, plain = both(model)
+    other = make(initializer_range=0.1)
+    for parameter in other.parameters():
+        parameter.data.normal_(std=0.2)
+    model.load_state_dict(other.state_dict())
+    assert_close(lean.add_rows(PROMPTS[:1]).hidden, plain.add_rows(PROMPTS[:1]).hidden)
+
+
+def test_each_layer_has_its_own_scale() -> None:
+    model = make(initializer_range=0.2)
+    model.model.layers[2].self_attn.scaling *= 3
+    speed_up_linears(model)
+    lean, plain = both(model)
+    assert_close(lean.add_rows(PROMPTS[:1]).hidden, plain.add_rows(PROMPTS[:1]).hidden)
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * 2
+
+
+def replace_class(module: torch.nn.Module) -> None:
+    module.__class__ = type("OwnRMSNorm", (type(module),), {"forward": lambda self, x: x})
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook on a layer": lambda body: body.layers[1].register_forward_hook(lambda *_: None),
+    "a hook before a linear layer": lambda body: body.layers[1].mlp.up_proj.register_forward_pre_hook(lambda *_: None),
+    "a hook on the embedding": lambda body: body.embed_tokens.register_forward_hook(lambda *_: None),
+    "another forward": lambda body: setattr(body.layers[0].mlp, "forward", MethodType(lambda _, x: x, body)),
+    "another module": lambda body: setattr(body.layers[0], "mlp", Wrapped(body.layers[0].mlp)),
+    "another class": lambda body: replace_class(body.norm),
+    "another gate": lambda body: setattr(body.layers[3].mlp, "act_fn", torch.nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_runs_as_changed(change: str) -> None:
+    """Such as activation steering by hooks: the lean form would pass them by without a word."""
+    model = make("llama")
+    speed_up_linears(model)
+    CHANGES[change](model.model)
+    assert HFModel(model, probe=False)._lean is None
+
+
+def test_asking_for_hidden_states_once_changes_nothing() -> None:
+    model = make()
+    speed_up_linears(model)
+    model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)  # transformers leaves its hooks behind
+    assert HFModel(model, probe=False)._lean is not None
+
+
+def test_wide_inputs_of_int4_go_to_onednn_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    quantize_int4(model)
+    lean, plain = both(model)
+    monkeypatch.delattr(native, "multiply")
+    long = [list(range(20))]
+    assert_close(lean.add_rows(long).hidden, plain.add_rows(long).hidden)
 
 
 @pytest.mark.parametrize("rows", [1, 11, 20])

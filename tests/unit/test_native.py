@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,12 @@ import tiny
 from dropmatch.hf import native
 from dropmatch.hf.fast_linears import made_like, speed_up_linears
 from dropmatch.hf.head import HFHead
+from dropmatch.hf.int4 import Int4Linear
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.native import NativeLinear, fits_native
 from dropmatch.hf.packed import PackedLinear
 
+loader = importlib.import_module("dropmatch.hf.native.library")  # the package has a function of this name
 UNIT = 2**-8  # largest relative error of rounding to bfloat16
 needs_kernels = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_unavailable()}")
 
@@ -116,6 +121,67 @@ def test_gradients_go_through_torch() -> None:
 
 
 @needs_kernels
+def test_a_bias_alone_can_be_trained() -> None:
+    layer = NativeLinear(make(32, 16))
+    assert layer.bias is not None
+    layer.bias.requires_grad_()
+    layer(normal(2, 32)).sum().backward()
+    assert layer.bias.grad is not None
+
+
+@needs_kernels
+def test_inputs_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
+    """Twice the width was taken for twice the rows, and written behind the end of the output."""
+    for layer in (NativeLinear(make(64, 64)), Int4Linear(make(64, 64))):
+        with pytest.raises(RuntimeError):
+            layer(normal(2, 128))
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(normal(2, 64).float())
+    layer = NativeLinear(make(64, 64)).float()  # cast, or moved, after it was made
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(normal(2, 64))
+    assert layer(normal(2, 64).float()).dtype == torch.float32
+    assert NativeLinear(make(64, 64)).to("meta")(normal(2, 64).to("meta")).is_meta
+
+
+class Disguised(Tensor):
+    """Says that it is bfloat16 on the CPU, like a quantiser's weights, and has no memory."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, int]) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return args[0]
+
+
+@needs_kernels
+def test_only_weights_and_biases_with_an_address_fit() -> None:
+    spread, disguised = make(64, 64), make(64, 64)
+    spread.bias = nn.Parameter(normal(64, 2)[:, 0], requires_grad=False)
+    disguised.weight = nn.Parameter(Disguised((64, 64)), requires_grad=False)
+    for linear in (spread, disguised):
+        assert not fits_native(linear)
+        assert not Int4Linear.fits(linear)
+
+
+@needs_kernels
+def test_a_long_prompt_is_that_of_its_rows_and_keeps_little_memory() -> None:
+    """Every thread kept a float32 copy of the longest input it had seen."""
+    linear, x, added = make(8192, 16), normal(1536, 8192), normal(1536, 16)
+    page = os.sysconf("SC_PAGE_SIZE")
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    got = native.multiply(x, linear.weight, linear.bias, added)
+    after = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    assert after - before < 32 * 2**20  # of the 48 MiB that all rows would take
+    for row in (0, 479, 480, 481, 1535):
+        alone = native.multiply(x[row : row + 1], linear.weight, linear.bias, added[row : row + 1])
+        assert torch.equal(got[row : row + 1], alone)
+
+
+@needs_kernels
 def test_a_model_keeps_its_weights_and_answers_alike() -> None:
     model = tiny.target().bfloat16()
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -172,6 +238,19 @@ def test_int4_inputs_of_zero_give_the_bias() -> None:
     assert torch.equal(native.multiply_int4(torch.zeros(1, 32).bfloat16(), packed, bias, 16)[0], bias)
 
 
+@needs_kernels
+def test_int4_inputs_that_are_not_numbers_give_none() -> None:
+    """A maximum passes over a NaN, or does not, by where it stands."""
+    codes = torch.randint(16, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = native.pack_int4(codes, torch.ones(16, 2).bfloat16(), torch.ones(16, 2).bfloat16())
+    for place in range(64):
+        x = normal(2, 64)
+        x[0, place] = float("nan")
+        got = native.multiply_int4(x, packed, None, 16)
+        assert got[0].isnan().all()
+        assert got[1].isfinite().all()
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since a library is looked for once."""
     return subprocess.run(
@@ -211,6 +290,44 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "cannot be compiled into" in run(ASK, DROPMATCH_CACHE=str(file)).stdout
+
+
+@needs_kernels
+def test_a_folder_that_cannot_be_asked_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that its user may not enter: even whether the file exists raises."""
+    monkeypatch.setenv("DROPMATCH_CACHE", str(tmp_path / ("long" * 100)))
+    with pytest.raises(loader.NativeUnavailableError, match="cannot be compiled into"):
+        loader._compiled(loader._compiler())
+
+
+@needs_kernels
+def test_a_damaged_library_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kernels.so").write_bytes(b"")
+    with pytest.raises(loader.NativeUnavailableError, match="delete it to compile anew"):
+        loader._open(tmp_path / "kernels.so")
+
+
+@needs_kernels
+def test_loading_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that started during the check for one OpenMP runtime kept that check's one or two threads for good."""
+    ask, seen, before = torch.get_num_threads, [], torch.get_num_threads()
+
+    def ask_in_a_new_thread_too() -> int:
+        thread = threading.Thread(target=lambda: seen.append(ask()))
+        thread.start()
+        thread.join()
+        return ask()
+
+    torch.set_num_threads(3)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "get_num_threads", ask_in_a_new_thread_too)
+            patched.setattr(torch, "set_num_threads", lambda count: pytest.fail("this sets all new threads' number"))
+            loader._open(loader._compiled(loader._compiler()))
+        assert ask() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {3}
 
 
 @needs_kernels

@@ -39,7 +39,7 @@ class Int4Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.is_native = native.library() is not None if is_native is None else is_native
-        self._multiply = native.multiply if native.fits_native(linear) else F.linear  # for wide inputs
+        self.is_wide_native = native.fits_native(linear)  # for wide inputs: not where oneDNN is faster
         codes, scales, middles = round_int4(linear.weight.detach())
         if self.is_native:
             self.register_buffer("packed", native.pack_int4(codes, scales, middles), persistent=False)
@@ -55,8 +55,8 @@ class Int4Linear(nn.Module):
         """Whether a module is a plain linear layer that the kernel can take."""
         return (
             type(module) is nn.Linear
-            and module.weight.dtype == torch.bfloat16
-            and module.weight.device.type == "cpu"
+            and native.is_readable(module.weight)
+            and (module.bias is None or native.is_readable(module.bias))
             and module.in_features % GROUP_SIZE == 0
             and module.out_features % _MULTIPLE == 0
         )
@@ -65,8 +65,8 @@ class Int4Linear(nn.Module):
         """x: [..., in_features] bfloat16. Returns [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
         product: Tensor
-        if len(rows) > _NARROW:
-            product = self._multiply(rows, self.weight, self.bias)
+        if len(rows) > _NARROW or not native.is_plain(rows):  # torch says what is wrong with another dtype
+            product = (native.linear if self.is_wide_native else F.linear)(rows, self.weight, self.bias)
         elif self.is_native:
             product = native.multiply_int4(rows, self.packed, self.bias, self.out_features)
         else:

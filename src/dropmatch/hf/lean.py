@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from dropmatch.hf import native
 from dropmatch.hf.cache import RaggedCache
@@ -23,6 +24,9 @@ from dropmatch.hf.native import NativeLinear
 from dropmatch.hf.support import Anatomy
 
 _FAMILIES = frozenset({"llama", "qwen2"})  # those whose forward is exactly what stands here
+# What their classes are made of. A module that someone has put in another's place may compute anything.
+_PARTS = frozenset({nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation, NativeLinear, Int4Linear})
+_IDLE_HOOKS = "transformers.utils.output_capturing"  # stay once output_hidden_states was asked for; change nothing
 _LANES = 16
 _ROTATED = 32  # head sizes are multiples of it
 
@@ -32,23 +36,29 @@ class _Product:
 
     def __init__(self, *linears: NativeLinear | Int4Linear) -> None:
         self.out_features = sum(linear.out_features for linear in linears)
+        first = linears[0]
         self.weight = _merged(linears, "weight")
-        self.bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        self.packed = _merged(linears, "packed") if isinstance(linears[0], Int4Linear) else None
+        self.bias = None if first.bias is None else _merged(linears, "bias")
+        self.packed = _merged(linears, "packed") if isinstance(first, Int4Linear) else None
+        self._is_native = not isinstance(first, Int4Linear) or first.is_wide_native
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """x: [rows, in]; added: [rows, out]. Returns [rows, out]."""
         if self.packed is not None and len(x) <= native.MOST_INT4_ROWS:
             return native.multiply_int4(x, self.packed, self.bias, self.out_features, added)
-        return native.multiply(x, self.weight, self.bias, added)
+        if self._is_native:
+            return native.multiply(x, self.weight, self.bias, added)
+        product = F.linear(x, self.weight, self.bias)
+        return product if added is None else product + added
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A decoder layer's parts. Norms: weight and epsilon."""
+    """A decoder layer's parts. Norms: weight and epsilon; scale: of the attention's scores."""
 
     attention_norm: tuple[Tensor, float]
     query_key_value: _Product
+    scale: float
     out: _Product
     mlp_norm: tuple[Tensor, float]
     gate_up: _Product
@@ -66,7 +76,6 @@ class LeanBody:
         self._layers = [_parts(layer) for layer in anatomy.layers]
         self._heads = int(config.num_attention_heads)
         self._key_heads = int(config.num_key_value_heads)
-        self._scale = float(anatomy.layers[0].self_attn.scaling)  # type: ignore[arg-type, union-attr]
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache, tapped: Sequence[int]
@@ -89,42 +98,55 @@ class LeanBody:
             heads = mixed.view(B, N, self._heads + 2 * self._key_heads, -1)
             new = heads[:, :, self._heads :].transpose(1, 2)
             keys, values = cache.update(new[:, : self._key_heads], new[:, self._key_heads :], index)
-            x = layer.out(self._attend(heads[:, :, : self._heads], keys, values, mask).view(B * N, -1), x)
+            attended = _attend(heads[:, :, : self._heads], keys, values, mask, layer.scale)
+            x = layer.out(attended.view(B * N, -1), x)
             x = layer.down(native.silu_product(layer.gate_up(native.rms_norm(x, *layer.mlp_norm))), x)
         return native.rms_norm(x, *self._norm).view(B, N, -1), [taps[index] for index in tapped]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query: [B, N, H, d]; key, value: [B, H / G, S, d]; mask: [B or 1, 1, G N, S] or None. Returns [B, N, H d]."""
-        B, N, H, d = query.shape
-        if mask is None and N > 1:  # a prompt, behind nothing
-            attended = F.scaled_dot_product_attention(
-                query.transpose(1, 2), key, value, is_causal=True, scale=self._scale, enable_gqa=key.shape[1] != H
-            )
-            return attended.transpose(1, 2).reshape(B, N, -1)
-        G = H // key.shape[1]
-        grouped = query.view(B, N, H // G, G, d).permute(0, 2, 3, 1, 4).reshape(B, H // G, G * N, d)
-        attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=self._scale)
-        return attended.view(B, H // G, G, N, d).permute(0, 3, 1, 2, 4).reshape(B, N, -1)
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """query: [B, N, H, d]; key, value: [B, H / G, S, d]; mask: [B or 1, 1, G N, S] or None. Returns [B, N, H d]."""
+    B, N, H, d = query.shape
+    if mask is None and N > 1:  # a prompt, behind nothing
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=key.shape[1] != H
+        )
+        return attended.transpose(1, 2).reshape(B, N, -1)
+    G = H // key.shape[1]
+    grouped = query.view(B, N, H // G, G, d).permute(0, 2, 3, 1, 4).reshape(B, H // G, G * N, d)
+    attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return attended.view(B, H // G, G, N, d).permute(0, 3, 1, 2, 4).reshape(B, N, -1)
 
 
 def lean_body(anatomy: Anatomy) -> LeanBody | None:
     """The decoder in its lean form, or None where it is not one that this file knows. The layers' weights are moved
     side by side in memory; they keep their values and their place in the model."""
-    config = anatomy.config
+    family, body = anatomy.config.model_type, anatomy.body
     if (
-        config.model_type not in _FAMILIES
+        family not in _FAMILIES
         or anatomy.is_eager
-        or any(window is not None for window in anatomy.windows.values())
-        or getattr(config, "hidden_act", None) != "silu"
-        or anatomy.body.embed_tokens.weight.dtype != torch.bfloat16
-        or not all(map(_is_known, anatomy.layers))
-        or not _is_norm(anatomy.body.norm)
+        or set(anatomy.layer_types) != {"full_attention"}
+        or not all(_is_as_written(module, family) for module in body.modules())
+        or not native.is_readable(body.embed_tokens.weight)
+        or not all(_is_known(layer, 2 * len(body.rotary_emb.inv_freq)) for layer in anatomy.layers)
+        or not _is_norm(body.norm)
     ):
         return None
     return LeanBody(anatomy)
 
 
-def _is_known(layer: Any) -> bool:
+def _is_as_written(module: nn.Module, family: str) -> bool:
+    """Whether a module is one that the family's own file makes, and nobody has changed what it computes."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        (type(module).__module__ == f"transformers.models.{family}.modeling_{family}" or type(module) in _PARTS)
+        and "forward" not in vars(module)
+        and all(getattr(hook, "__module__", None) == _IDLE_HOOKS for hook in hooks)
+    )
+
+
+def _is_known(layer: Any, rotated: int) -> bool:
+    """Whether the kernels can take a layer. rotated: how much of a head has rotary positions."""
     attention, mlp = layer.self_attn, layer.mlp
     products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -132,10 +154,11 @@ def _is_known(layer: Any) -> bool:
     has_bias = [product.bias is not None for product in products]
     return (
         kinds in ({NativeLinear}, {Int4Linear})
-        and all(getattr(product, "is_native", True) for product in products)
+        and all(getattr(product, "is_native", True) and native.is_readable(product.weight) for product in products)
         and len(set(has_bias[:3])) == 1
         and has_bias[4] == has_bias[5]
-        and attention.head_dim % _ROTATED == 0
+        and attention.head_dim == rotated
+        and rotated % _ROTATED == 0
         and mlp.gate_proj.out_features % _LANES == 0
         and not layer.training
         and _is_norm(layer.input_layernorm)
@@ -143,16 +166,8 @@ def _is_known(layer: Any) -> bool:
     )
 
 
-def _is_norm(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and hasattr(module, "variance_epsilon")
-        and isinstance(weight, Tensor)
-        and weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
-        and weight.shape[0] % _LANES == 0
-    )
+def _is_norm(module: Any) -> bool:
+    return native.is_readable(module.weight) and len(module.weight) % _LANES == 0
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
@@ -164,6 +179,7 @@ def _parts(layer: Any) -> _Layer:
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
         query_key_value=_Product(attention.q_proj, attention.k_proj, attention.v_proj),
+        scale=float(attention.scaling),
         out=_Product(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_Product(mlp.gate_proj, mlp.up_proj),

@@ -19,7 +19,10 @@ __all__ = [
     "MOST_INT4_ROWS",
     "NativeLinear",
     "fits_native",
+    "is_plain",
+    "is_readable",
     "library",
+    "linear",
     "multiply",
     "multiply_int4",
     "pack_int4",
@@ -37,7 +40,7 @@ MOST_INT4_ROWS = 8
 class NativeLinear(nn.Module):
     """x [..., in] -> x W^T + b [..., out] in bfloat16, from the original's own parameters, summed in float32.
 
-    A row's result does not depend on the rows beside it, bit for bit. Gradients and other dtypes go through torch.
+    A row's result does not depend on the rows beside it, bit for bit.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -46,15 +49,26 @@ class NativeLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b by our own kernel if it can read all of them. Else, and for gradients, by torch, which says what is
+    wrong: a layer may have been moved or cast since it was made. Shapes: as for `multiply`."""
+    if (
+        is_plain(x)
+        and is_readable(weight)
+        and (bias is None or is_readable(bias))
+        and x.shape[-1:] == weight.shape[1:]
+        and not _wants_gradient(x, weight, bias)
+    ):
+        return multiply(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """x W^T + b [..., out], and added [..., out] to the rounded product. x: [..., in]; weight: [out, in], of a layer
-    that `fits_native`; bias: [out]."""
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or _wants_gradient(x, weight):
-        product = F.linear(x, weight, bias)
-        return product if added is None else product + added
+    """x W^T + b [..., out], and added [..., out] to the rounded product. Looks at nothing: x [..., in] is plain, weight
+    [out, in] and bias [out] are those of a layer that `fits_native`, added is plain and contiguous."""
     features, inputs = weight.shape
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], features)
@@ -76,15 +90,23 @@ def fits_native(module: nn.Module) -> bool:
     CPU with AMX, oneDNN is faster."""
     return (
         type(module) is nn.Linear
-        and module.weight.dtype == torch.bfloat16
-        and module.weight.device.type == "cpu"
-        and (module.bias is None or module.bias.dtype == torch.bfloat16)
+        and is_readable(module.weight)
+        and (module.bias is None or is_readable(module.bias))
         and module.in_features % _LANES == 0
         and module.in_features > 0
-        and module.weight.stride(1) == 1
         and not torch.cpu._is_amx_tile_supported()
         and library() is not None
     )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is bfloat16 in the CPU's memory. A subclass, of a quantiser say, may only look like that."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether it is plain, and each row in one piece."""
+    return is_plain(tensor) and tensor.stride(-1) == 1
 
 
 def pack_int4(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
@@ -99,7 +121,7 @@ def pack_int4(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
 def multiply_int4(
     x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int, added: Tensor | None = None
 ) -> Tensor:
-    """x: [rows, in] bfloat16, at most 8 rows. Returns x W^T + bias [rows, out_features] bfloat16, and added
+    """x: [rows, in], plain, at most 8 rows. Returns x W^T + bias [rows, out_features] bfloat16, and added
     [rows, out_features] to it. Inputs are rounded to 8 bits in groups of 32."""
     x = x.contiguous()
     rows, inputs = x.shape
@@ -147,5 +169,5 @@ def _kernels() -> ctypes.CDLL:
     return kernels
 
 
-def _wants_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -28,6 +28,7 @@ constexpr int64_t MOST_ROWS = 12;    // rows in one tile: 2 x 12 sums fill the r
 constexpr int64_t BLOCK = 32;         // output features per unit of work
 constexpr int64_t DEPTH = 512;       // inputs per pass: a tile's rows fit the first-level cache
 constexpr int64_t GROUP = 32;        // inputs that share an int4 scale
+constexpr int64_t MOST_WIDENED = 40 * MOST_ROWS;  // rows widened at once: a thread keeps that space
 
 inline __m512 widen(__m256i x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
@@ -197,13 +198,20 @@ const Int4Block INT4_BLOCK[MOST_INT4_ROWS + 1] = {
 
 extern "C" {
 
-int num_threads() { return omp_get_max_threads(); }
+// Of the calling thread alone.
+void set_num_threads(int count) { omp_set_num_threads(count); }
 
 // out[rows, features] = x[rows, inputs] weight[features, inputs]^T + bias, all bfloat16 and contiguous but for the
 // distance `ldw` between weight rows. inputs: a multiple of 16. bias may be null, and so may added[rows, features], which
 // is added to the rounded product.
 void linear_bf16(const bf16* x, const bf16* weight, const bf16* bias, const bf16* added, bf16* out, int64_t rows,
                  int64_t features, int64_t inputs, int64_t ldw, int threads) {
+    for (; rows > MOST_WIDENED; rows -= MOST_WIDENED) {
+        linear_bf16(x, weight, bias, added, out, MOST_WIDENED, features, inputs, ldw, threads);
+        x += MOST_WIDENED * inputs;
+        out += MOST_WIDENED * features;
+        if (added != nullptr) added += MOST_WIDENED * features;
+    }
     float* wide = scratch<float>(inputs_store, rows * inputs);
     for (int64_t m0 = 0; m0 < rows; m0 += MOST_ROWS) {
         const int64_t together = std::min(MOST_ROWS, rows - m0);
@@ -243,7 +251,7 @@ void pack_int4(const uint8_t* codes, const bf16* scales, const bf16* middles, ui
 }
 
 // out[rows, features] = x[rows, inputs] W^T + bias, W as packed by pack_int4, at most 8 rows. Inputs are rounded to 8
-// bits per row and group of 32. added: as for linear_bf16.
+// bits per row and group of 32; one that is not a number makes its row so. added: as for linear_bf16.
 void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, const bf16* added, bf16* out, int64_t rows,
                  int64_t features, int64_t inputs, int threads) {
     const int64_t groups = inputs / GROUP;
@@ -252,7 +260,9 @@ void linear_int4(const bf16* x, const uint8_t* packed, const bf16* bias, const b
     float* totals = scales + rows * groups;
     for (int64_t i = 0; i < rows * groups; i++) {
         const __m512 a = load_bf16(x + i * GROUP), b = load_bf16(x + i * GROUP + LANES);
-        const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        const bool is_number = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) == 0;  // a maximum may pass over a NaN
+        const float largest =
+            is_number ? _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b))) : NAN;
         const __m512 inverse = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
         const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), q = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i * GROUP), _mm512_cvtsepi32_epi8(p));

@@ -35,7 +35,7 @@ _FLAGS = [
 _COMPILE_SECONDS = 120
 _POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
-    "num_threads": ([], _INT),
+    "set_num_threads": ([_INT], None),
     "linear_bf16": ([_POINTER] * 5 + [_COUNT] * 4 + [_INT], None),
     "linear_int4": ([_POINTER] * 5 + [_COUNT] * 3 + [_INT], None),
     "pack_int4": ([_POINTER] * 4 + [_COUNT] * 2, None),
@@ -91,23 +91,25 @@ def _compiled(compiler: str) -> Path:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(f"{compiler} does not run: {error}") from error
-    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), " ".join(command).encode(), version.stdout]))
-    path = cache_dir() / "native" / f"kernels-{key.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
+    folder = cache_dir() / "native"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # beside it, so that the move is atomic
-            made = Path(folder) / path.name
+        key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), " ".join(command).encode(), version.stdout]))
+        path = folder / f"kernels-{key.hexdigest()[:16]}.so"
+        if path.exists():
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:  # so that the move is atomic
+            made = Path(beside) / path.name
             done = subprocess.run(
-                [*command, str(_SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_COMPILE_SECONDS
+                [*command, str(_SOURCE), "-o", str(made)], capture_output=True, timeout=_COMPILE_SECONDS
             )
             if done.returncode:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                said = done.stderr.decode(errors="replace")
+                first = next((line for line in said.splitlines() if "error" in line), said.strip())
                 raise NativeUnavailableError(f"{compiler} does not compile them: {first}")
             made.replace(path)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailableError(f"they cannot be compiled into {path.parent}: {error}") from error
+        raise NativeUnavailableError(f"they cannot be compiled into {folder}: {error}") from error
     return path
 
 
@@ -118,14 +120,15 @@ def _open(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
-        raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
-    # Two OpenMP runtimes in one process would each keep threads spinning: ours has to be torch's.
+        raise NativeUnavailableError(f"{path} cannot be loaded (delete it to compile anew): {error}") from error
+    # Two OpenMP runtimes in one process would each keep threads spinning: ours has to be torch's. Asked through ours,
+    # which sets this thread's number only; torch's would set that of threads that start meanwhile too.
     before = torch.get_num_threads()
     try:
         for count in (1, 2):
-            torch.set_num_threads(count)
-            if library.num_threads() != count:
+            library.set_num_threads(count)
+            if torch.get_num_threads() != count:
                 raise NativeUnavailableError("torch brings an OpenMP runtime that they do not share")
     finally:
-        torch.set_num_threads(before)
+        library.set_num_threads(before)
     return library
