@@ -80,7 +80,9 @@ def test_a_file_that_was_extended_names_every_command(tmp_path: Path) -> None:
 # -- documents ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/closed-form.md", "docs/vllm.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/results.md", "docs/closed-form.md", "docs/speed.md", "docs/vllm.md"]
+)
 def test_tables_in_the_documents_are_those_of_the_results_files(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "results:begin results/" in text
@@ -249,6 +251,27 @@ def test_tasks_and_speed_get_columns_where_they_are(tmp_path: Path) -> None:
     assert column(shown_table, "over lossless") == ["1.50x (1.00-2.00)", "", ""]
     (shown_table,) = tables(shown(comparison(row(over_plain=SPREAD)), tmp_path))  # lossless decoding was not run
     assert column(shown_table, "over plain") == ["1.50x (1.00-2.00)"]
+
+
+def test_speed_alone_is_of_whole_calls_and_of_decoding(tmp_path: Path) -> None:
+    result = comparison(row("lossless", over_plain=SPREAD), row("js", over_plain=SPREAD, judge_over_target=0.125))
+    for each in result["summary"]:
+        each.setdefault("judge_over_target", 0.0)
+    result["speed"] = {
+        "items": ["a", "b"],
+        "repeats": 3,
+        "max_new_tokens": 64,
+        "arms": {
+            "lossless L=5": {"tokens": {"a": 64, "b": 64}, "time": {"decode_s": 32.0}},
+            "js L=5": {"tokens": {"a": 64, "b": 32}, "time": {"decode_s": 16.0}},
+        },
+    }
+    (shown_table,) = tables(text := shown(result, tmp_path, "speed"))
+    assert column(shown_table, "decoding only, over lossless") == ["1.00x", "1.50x"]
+    assert column(shown_table, "head and rule / target") == ["0.0%", "12.5%"]
+    assert "2 prompts, 64 tokens each at batch 1, methods in turn, repeats: 3" in text
+    with pytest.raises(DataError, match="has no 'speed'"):
+        shown(comparison(row()), tmp_path, "speed")
 
 
 def answer(tokens: list[int], is_correct: bool | None = True) -> Result:

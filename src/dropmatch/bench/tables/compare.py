@@ -17,9 +17,11 @@ from dropmatch.bench.tables.markdown import (
     Result,
     block,
     grid,
+    machine,
     made_by,
     options,
     pair,
+    part,
     percent,
     tau,
     tokens_each,
@@ -93,6 +95,38 @@ def pareto(named: Named) -> str:
         "accuracy, by the point estimates. Accuracy in per cent with Wilson's 95% interval; the difference to lossless "
         f"is paired by prompt, p is McNemar's exact test. {_run(result)} {made_by(result, name)}",
     )
+
+
+def timed(named: Named) -> str:
+    """Speed at batch 1 alone: whole calls, and decoding without prefill."""
+    result, name = named
+    speed = part(result, "speed", name)
+    base = next((speed["arms"][row["arm"]] for row in result["summary"] if row["rule"] == "lossless"), None)
+    lines = [
+        [
+            row["arm"],
+            tau(row),
+            spread(row["over_plain"]),
+            spread(row["over_lossless"]),
+            "" if base is None else f"{_decoding(speed['arms'][row['arm']]) / _decoding(base):.2f}x",
+            percent(row["judge_over_target"]),
+        ]
+        for row in result["summary"]
+        if row["over_plain"] and row["task"] == result["summary"][0]["task"]
+    ]
+    head = ["rule", "tau", "over plain", "over lossless", "decoding only, over lossless", "head and rule / target"]
+    return block(
+        grid(head, lines),
+        f"{len(speed['items'])} prompts, {speed['max_new_tokens']} tokens each at batch 1, methods in turn, repeats: "
+        f"{speed['repeats']}: whole calls with prefill, median (minimum-maximum) over prompts; decoding only is pooled "
+        f"over them; tau is of all {len(result['settings']['items'])} prompts. {_run(result)} {machine(result)}. "
+        f"{made_by(result, name)}",
+    )
+
+
+def _decoding(arm: Mapping[str, Any]) -> float:
+    """Tokens a second without prefill."""
+    return float(sum(arm["tokens"].values()) / arm["time"]["decode_s"])
 
 
 def pairs(named: Named) -> str:

@@ -37,7 +37,13 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
     "bench-linears": {"": speed.linears},
     "bench-batch": {"": speed.batch},
     "analyze-overhead": {"": speed.overhead},
-    "compare": {"": compare.every_figure, "pareto": compare.pareto, "pairs": compare.pairs, "seeds": compare.seeds},
+    "compare": {
+        "": compare.every_figure,
+        "pareto": compare.pareto,
+        "pairs": compare.pairs,
+        "seeds": compare.seeds,
+        "speed": compare.timed,
+    },
     "analyze-heads": {
         "": heads.all_parts,
         "paper-1": heads.accuracy,
