@@ -372,7 +372,7 @@ def test_a_cached_prompt_gets_the_tokens_of_a_computed_one(v1: Report) -> None:
         ("guard", "dropmatch_guard='much'"),
         ("off", "dropmatch_off='perhaps'"),
         ("field", "Unknown field of vllm_xargs 'dropmatch_p'"),
-        ("many", "dropmatch_k=60000: k=60000 takes"),
+        ("many", "dropmatch_k=60000: Rule 'dropmatch' with k=60000 takes"),
         ("temperature", "temperature=1.0"),
     ],
 )
