@@ -7,7 +7,6 @@ with fewer rows. Finished waves go to a journal; a stopped run goes on where it 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from dropmatch.api import Decoder
 from dropmatch.bench.analyses.decoding import fingerprint
 from dropmatch.bench.analyses.show import console
 from dropmatch.bench.fields import MAYBE, NUMBER
+from dropmatch.bench.figures import spread_of
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
@@ -198,11 +198,7 @@ def batch_rows(runs: Sequence[Mapping[str, Any]], rule: str) -> list[dict[str, A
                 (run["emitted"] / run[key]) / (arms[BASE][wave]["emitted"] / arms[BASE][wave][key])
                 for wave, run in arms[rule].items()
             ]
-            row[f"{name}_over_lossless"] = {
-                "median": statistics.median(ratios),
-                "min": min(ratios),
-                "max": max(ratios),
-            }
+            row[f"{name}_over_lossless"] = spread_of(ratios)
         rows.append(row)
     return rows
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -16,6 +17,11 @@ def share(row: Mapping[str, Any], value: str, low: str, high: str, *, sign: str 
     if row[value] is None:
         return ""
     return f"{100 * row[value]:{sign}.1f} ({100 * row[low]:{sign}.1f} to {100 * row[high]:{sign}.1f})"
+
+
+def spread_of(ratios: Sequence[float]) -> dict[str, float]:
+    """What `spread` shows of ratios."""
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def spread(ratio: Mapping[str, float] | None) -> str:

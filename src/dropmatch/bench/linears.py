@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dropmatch.bench.bandwidth import read_bandwidth
-from dropmatch.bench.figures import spread
+from dropmatch.bench.figures import spread, spread_of
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
 from dropmatch.bench.side_by_side import rotated
@@ -105,16 +105,11 @@ def _measure(
     by_way = {
         name: {
             "ms_median": 1e3 * statistics.median(values),
-            "over_packed": _ratios(seconds[PACKED], values),
+            "over_packed": spread_of([packed / own for packed, own in zip(seconds[PACKED], values, strict=True)]),
         }
         for name, values in seconds.items()
     }
     return {"tokens": count, "ways": by_way}
-
-
-def _ratios(base: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    ratios = [b / v for b, v in zip(base, values, strict=True)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def _seconds(way: Sequence[Callable[[Tensor], Tensor]], inputs: dict[int, Tensor]) -> float:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dropmatch.api import Decoder
+from dropmatch.bench.figures import spread_of
 from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
 from dropmatch.core.stats import EngineStats
@@ -150,4 +151,4 @@ def speed_over(seconds: Timings, tokens: Mapping[str, int], base: Timings, base_
         tokens[item] / statistics.median(times) * statistics.median(base[item]) / base_tokens[item]
         for item, times in seconds.items()
     ]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return spread_of(ratios)

@@ -11,6 +11,7 @@ from typing import Any
 
 from dropmatch.bench.arms import PLAIN
 from dropmatch.bench.bases import AGAINST_TEXTS, reference_arm, same_length
+from dropmatch.bench.figures import spread_of
 from dropmatch.bench.intervals import is_on_front, paired_difference, ratio_interval, wilson
 from dropmatch.bench.tasks import pooled_metrics
 
@@ -118,9 +119,9 @@ def _against_lossless(records: Records, lossless: Records | None) -> dict[str, A
     }
 
 
-def first_divergence(record: Record, lossless: Record) -> int | None:
+def first_divergence(record: Record, other: Record) -> int | None:
     """Index of the first token at which two texts differ; None where they are the same."""
-    a, b = record["tokens"], lossless["tokens"]
+    a, b = record["tokens"], other["tokens"]
     if a == b:
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -170,7 +171,7 @@ def _speed_figures(
         if other is None or other not in speed["arms"]:
             return None
         ratios = speed_ratios(speed, name, other, timed)
-        return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        return spread_of(ratios)
 
     return {
         "tokens_per_second": sum(arm["tokens"][item] for item in timed) / seconds,

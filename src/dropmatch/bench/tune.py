@@ -43,6 +43,7 @@ from dropmatch.bench.budget import (
 )
 from dropmatch.bench.compare import score_records, settle
 from dropmatch.bench.fields import NUMBER
+from dropmatch.bench.figures import spread_of
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
@@ -452,7 +453,7 @@ class _Search:
 
         def over(name: str) -> dict[str, float]:
             ratios = [rates[choice["arm"]][item.id] / rates[name][item.id] for item in items]
-            return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+            return spread_of(ratios)
 
         return {
             "items": len(items),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
 from dropmatch.bench.bases import well_based
 from dropmatch.bench.figures import number, share, spread
 from dropmatch.bench.intervals import paired_difference
+from dropmatch.bench.summary import first_divergence
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import (
     Named,
@@ -111,8 +113,8 @@ def timed(named: Named) -> str:
             "" if base is None else f"{_decoding(speed['arms'][row['arm']]) / _decoding(base):.2f}x",
             percent(row["judge_over_target"]),
         ]
-        for row in result["summary"]
-        if row["over_plain"] and row["task"] == result["summary"][0]["task"]
+        for row in _of_first_task(result)
+        if row["over_plain"]
     ]
     head = ["rule", "tau", "over plain", "over lossless", "decoding only, over lossless", "head and rule / target"]
     return block(
@@ -132,7 +134,7 @@ def _decoding(arm: Mapping[str, Any]) -> float:
 def pairs(named: Named) -> str:
     """Each two lossy rules against each other, on the same prompts."""
     result, name = named
-    rows = {row["arm"]: row for row in result["summary"] if row["task"] == result["summary"][0]["task"]}
+    rows = {row["arm"]: row for row in _of_first_task(result)}
     lossy = [arm for arm, row in rows.items() if row["rule"] not in ("lossless", "plain")]
     if len(lossy) < 2:
         raise DataError(f"{name} has {len(lossy)} lossy rules. Give a file with at least two.")
@@ -147,7 +149,7 @@ def pairs(named: Named) -> str:
             [
                 f"{second} less {first}",
                 *(f"{rows[second][key] - rows[first][key]:{form}}" for key, form in _COMPARED),
-                f"{100 * paired.difference:+.1f} ({100 * paired.low:+.1f} to {100 * paired.high:+.1f})",
+                share(asdict(paired), "difference", "low", "high", sign="+"),
                 f"{paired.gained}, {paired.lost}",
                 f"{paired.p_value:.2g}",
             ]
@@ -163,9 +165,8 @@ def pairs(named: Named) -> str:
 def seeds(named: Named) -> str:
     """Methods that ran under several seeds (`@seed=`): how far one run lies from another."""
     result, name = named
-    rows = [row for row in result["summary"] if row["task"] == result["summary"][0]["task"]]
     runs: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
+    for row in _of_first_task(result):
         runs.setdefault(_without_seed(row["arm"]), []).append(row)
     runs = {arm: each for arm, each in runs.items() if len(each) > 1}
     if not runs:
@@ -192,6 +193,12 @@ def seeds(named: Named) -> str:
     )
 
 
+def _of_first_task(result: Result) -> list[Mapping[str, Any]]:
+    """Rows of the task that stands first."""
+    rows = result["summary"]
+    return [row for row in rows if row["task"] == rows[0]["task"]]
+
+
 def _without_seed(arm: str) -> str:
     """`dropmatch@p=0.2@seed=1 L=10` -> `dropmatch@p=0.2 L=10`."""
     return re.sub(r"@seed=\d+", "", arm)
@@ -209,18 +216,11 @@ def _agreement(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[str]:
     prompts = [[run[prompt] for run in runs] for prompt in runs[0]]
     same = sum(len({tuple(answer["tokens"]) for answer in answers}) == 1 for answers in prompts)
     places = [
-        _first_difference(a["tokens"], b["tokens"])
-        for answers in prompts
-        for a, b in combinations(answers, 2)
-        if a["tokens"] != b["tokens"]
+        at for answers in prompts for a, b in combinations(answers, 2) if (at := first_divergence(a, b)) is not None
     ]
     verdicts = [{answer["score"]["correct"] for answer in answers} for answers in prompts]
     mixed = sum(seen == {True, False} for seen in verdicts)
     return [f"{same} of {len(prompts)}", f"{statistics.median(places):.0f}" if places else "", str(mixed)]
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def paper6(files: Sequence[Named]) -> str:
