@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dropmatch.bench.tables import table
 from dropmatch.bench.takeover import prompt_digest
 from dropmatch.cli import main
 from dropmatch.cli import options as command_options
+from dropmatch.errors import DataError
 from tabled import column, tables
 
 
@@ -389,11 +391,11 @@ def test_timings_of_other_settings_or_prompts_are_not_taken_over(
     limit = 100
     real = timings._time_one
 
-    def time_one(decoder: Any, item: Any, arm: Any, settings: Any, count: int) -> Any:
+    def time_one(decoder: Any, arm: Any, settings: Any, item: Any, count: int) -> Any:
         if len(timed) == limit:
             raise KeyboardInterrupt
         timed.append((arm.name, item.id, count))
-        return real(decoder, item, arm, settings, count)
+        return real(decoder, arm, settings, item, count)
 
     monkeypatch.setattr(timings, "_time_one", time_one)
     monkeypatch.setattr(timings, "_WARM_UP", 3)
@@ -420,6 +422,40 @@ def test_timings_of_other_settings_or_prompts_are_not_taken_over(
     for arm in result["speed"]["arms"].values():
         assert {item: len(seconds) for item, seconds in arm["seconds"].items()} == {"gsm8k/test/0": 1}
         assert arm["time"]["target_s"] + arm["time"]["judge_s"] <= sum(arm["seconds"]["gsm8k/test/0"])
+
+
+def test_transformers_generate_is_timed_beside_them(
+    monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "compare.json"
+    options = ("--lengths", "3", "--num", "2", "--speed-items", "2", "--speed-tokens", "8", "--repeats", "2")
+    result = run(monkeypatch, pair, data, output, *options)
+    with pytest.raises(DataError, match=r"was not timed\. Measure with `dropmatch compare --generate`"):
+        table([(output, "compare.json")], "generate")
+
+    result = run(monkeypatch, pair, data, output, *options, "--generate", "--rules", "dropmatch")
+    timed = result["speed"]["arms"]
+    assert list(timed) == ["plain", "lossless L=3", "dropmatch L=3", "transformers generate"]
+    generate = timed["transformers generate"]
+    assert {item: len(seconds) for item, seconds in generate["seconds"].items()} == {
+        "gsm8k/test/0": 2,
+        "gsm8k/test/1": 2,
+    }
+    assert set(generate["tokens"].values()) == {8}
+    assert "transformers generate" not in result["arms"]  # it has no answers that are graded
+    row = next(row for row in result["summary"] if row["arm"] == "dropmatch L=3")
+    rates = [
+        arm["tokens"]["gsm8k/test/0"] / statistics.median(arm["seconds"]["gsm8k/test/0"])
+        for arm in (timed["dropmatch L=3"], generate)
+    ]
+    assert row["over_generate"]["min"] <= rates[0] / rates[1] <= row["over_generate"]["max"]
+
+    (shown,) = tables(table([(output, "compare.json")], "generate"))
+    assert column(shown, "method") == [f"`{arm}`" for arm in timed]
+    assert column(shown, "over `generate`")[3] == "1.00x (1.00-1.00)"
+    assert column(shown, "over `generate`")[2].startswith(f"{row['over_generate']['median']:.2f}x")
+    assert column(shown, "tau")[0] == ""  # plain decoding was timed, not graded
+    assert column(shown, "accuracy")[1] != ""
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.head import MCDropoutHead
 from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.hf.model import HFModel
+from dropmatch.ops.random import Purpose, random_bits
 from toys import ListDrafter, run
 
 Counts = dict[str, dict[str, int]]  # by case
@@ -99,7 +100,8 @@ def measure(case: Case) -> dict[str, int]:
     """All counts of one case, from the first prompt token to the last new one."""
     target, _ = _models(torch.float32)
     weight = target.model.get_output_embeddings().weight
-    _own_tokens()  # outside what is counted
+    _own_tokens()  # outside what is counted, as are the constants that are made once
+    random_bits(torch.zeros(1, 3, dtype=torch.int64), 1, 4, Purpose.MASK)
     engine, target, draft = _engine(case, torch.float32)
     with counted(weight, target=target.anatomy.body, drafter=draft.anatomy.body) as counts:
         _decode(engine, case)

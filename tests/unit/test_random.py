@@ -33,6 +33,18 @@ def test_philox_gives_the_published_answers(counter: str, key: str, expected: st
     assert " ".join(f"{int(word):08x}" for word in got) == expected
 
 
+def test_counters_and_keys_broadcast() -> None:
+    counters = tuple(torch.tensor(words).view(shape) for words, shape in zip(
+        ([[3], [4]], [5, 6, 7], [8], [9]), ((2, 1), (3,), (1,), ()), strict=True
+    ))  # fmt: skip
+    key = (torch.tensor(11), torch.tensor([[12], [13]]))
+    together = philox(counters, key)
+    for i in range(2):
+        for j in range(3):
+            one = philox(tuple(torch.tensor(w) for w in (3 + i, 5 + j, 8, 9)), (torch.tensor(11), torch.tensor(12 + i)))
+            assert [int(word[i, j]) for word in together] == [int(word) for word in one]
+
+
 def test_bits_follow_the_documented_counter_layout() -> None:
     """Counter (block, position, stream, path and purpose), key (low and high half of the seed)."""
     seed, stream, position, path = 0x1234_5678_9ABC_DEF0, 7, 11, 3

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dropmatch.core.reference import softmax
-from dropmatch.ops.sampling import most_likely, penalize_repetition, restrict
+from dropmatch.ops.sampling import likeliest, most_likely, penalize_repetition, restrict
 
 EDGE = 1e-5  # cases whose cumulative mass is this near to top_p are decided by rounding and left out
 
@@ -100,3 +100,26 @@ def test_the_first_of_equal_scores_is_the_most_likely(dtype: torch.dtype) -> Non
         first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
         assert torch.equal(most_likely(scores), first)
     assert most_likely(torch.full((1, 70), float("-inf"), dtype=dtype)).item() == 0
+
+
+@pytest.mark.parametrize(("V", "count"), [(64, 4), (65, 4), (1003, 7), (151_936, 1024), (100, 60)])
+def test_the_likeliest_are_those_of_topk(V: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(V)
+    scores = torch.randn(3, V, generator=generator)
+    scores[1, V - 3 :] += 10.0  # behind the last whole bin
+    scores[2] = scores[2].sort(descending=True).values  # all in the same bins
+    values, ids = likeliest(scores, count)
+    best = scores.topk(count, dim=-1)
+    assert torch.equal(values, best.values)
+    assert torch.equal(ids, best.indices)
+
+
+def test_the_likeliest_of_rows_with_ties_and_impossible_tokens() -> None:
+    scores = torch.full((2, 640), float("-inf"))
+    scores[0, ::64] = 1.0
+    scores[1, 5] = 2.0
+    values, ids = likeliest(scores, 12)
+    assert values[0].tolist() == [1.0] * 10 + [float("-inf")] * 2
+    assert sorted(ids[0, :10].tolist()) == list(range(0, 640, 64))
+    assert ids[1, 0] == 5
+    assert all(len(set(row)) == 12 for row in ids.tolist())

@@ -262,14 +262,18 @@ def test_speed_alone_is_of_whole_calls_and_of_decoding(tmp_path: Path) -> None:
         "repeats": 3,
         "max_new_tokens": 64,
         "arms": {
-            "lossless L=5": {"tokens": {"a": 64, "b": 64}, "time": {"decode_s": 32.0}},
-            "js L=5": {"tokens": {"a": 64, "b": 32}, "time": {"decode_s": 16.0}},
+            "lossless L=5": {"tokens": {"a": 64, "b": 64}, "time": {"decode_s": 32.0, "target_forwards": 32}},
+            "js L=5": {"tokens": {"a": 64, "b": 32}, "time": {"decode_s": 16.0, "target_forwards": 12}},
         },
     }
     (shown_table,) = tables(text := shown(result, tmp_path, "speed"))
     assert column(shown_table, "decoding only, over lossless") == ["1.00x", "1.50x"]
+    assert column(shown_table, "tokens a forward, over lossless") == ["1.00x", "2.00x"]
     assert column(shown_table, "head and rule / target") == ["0.0%", "12.5%"]
     assert "2 prompts, 64 tokens each at batch 1, methods in turn, repeats: 3" in text
+    result["summary"] = result["summary"][1:]
+    (alone,) = tables(shown(result, tmp_path, "speed"))
+    assert column(alone, "decoding only, over lossless") == [""]
     with pytest.raises(DataError, match="has no 'speed'"):
         shown(comparison(row()), tmp_path, "speed")
 

@@ -19,6 +19,8 @@ from dropmatch.core.acceptance import AcceptanceRule, RuleOptions, make_rule
 from dropmatch.errors import ConfigError, UnknownNameError
 
 PLAIN = "plain"
+GENERATE = "transformers generate"
+"""No method of ours: timed beside them."""
 _SETTINGS = ("p", "k", "guard", "guard-ratio", "heads", "L", "seed")
 _FEWER_SETTINGS: Mapping[str, Sequence[str]] = {PLAIN: (), "lossless": ("L",)}
 

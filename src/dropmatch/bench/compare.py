@@ -36,7 +36,7 @@ from dropmatch.core.acceptance import RuleOptions
 from dropmatch.hf.calibration import settle_p_drop
 from dropmatch.provenance import collect
 
-_SPEED_SETTINGS = ("speed_items", "repeats", "speed_tokens")
+_SPEED_SETTINGS = ("speed_items", "repeats", "speed_tokens", "with_generate")
 
 
 def run_compare(

@@ -20,6 +20,7 @@ from dropmatch.bench.tasks import Item
 from dropmatch.config import PDrop, SamplingParams
 from dropmatch.core.head import HeadEnsemble, MCDropoutHead
 from dropmatch.errors import ConfigError
+from dropmatch.ops.divergence import log_probs
 from dropmatch.provenance import collect
 
 
@@ -41,12 +42,12 @@ class ComparingHead(MCDropoutHead):
     comparisons: list[Comparison]
 
     def ask_shortlist(
-        self, hidden: Tensor, keys: Tensor, plain: Tensor, draft_log_probs: Tensor | None, *, with_js: bool
+        self, hidden: Tensor, keys: Tensor, plain: Tensor, draft_logits: Tensor | None, *, with_js: bool
     ) -> HeadEnsemble:
-        if draft_log_probs is None or not with_js:
+        if draft_logits is None or not with_js:
             raise ConfigError("This comparison needs a draft model and a rule with divergences, such as 'dropmatch'.")
-        draft = draft_log_probs
         started = time.perf_counter()
+        draft = log_probs(draft_logits)
         full = self(
             hidden,
             keys,
@@ -55,7 +56,7 @@ class ComparingHead(MCDropoutHead):
             draft_log_probs=lambda index: draft[index],
         )
         between = time.perf_counter()
-        listed = super().ask_shortlist(hidden, keys, plain, draft, with_js=True)
+        listed = super().ask_shortlist(hidden, keys, plain, draft_logits, with_js=True)
         ended = time.perf_counter()
         self.comparisons += _compare(full, listed, between - started, ended - between)
         return full

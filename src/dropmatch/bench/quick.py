@@ -18,9 +18,10 @@ from rich.table import Table
 
 import dropmatch
 from dropmatch.api import Decoder
+from dropmatch.bench.arms import GENERATE
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
-from dropmatch.bench.side_by_side import GENERATE, WARM_UP, Way, own_ways, rotated, speed_over, transformers_ways
+from dropmatch.bench.side_by_side import WARM_UP, Way, own_ways, rotated, speed_over, transformers_ways
 from dropmatch.bench.tasks import Item
 from dropmatch.config import PDrop
 from dropmatch.core.stats import EngineStats

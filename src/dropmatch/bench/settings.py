@@ -24,7 +24,7 @@ NEWER = ("target_digest", "draft_digest", "tree_tokens", "tree_top_k")
 class CompareSettings:
     """How a comparison is run. max_new_tokens: None takes each task's own cap. batch: rows decoded together.
     speed_items: prompts of each task that are timed at batch 1 (0: none), repeats times each, for at most speed_tokens
-    tokens.
+    tokens; with_generate: beside transformers' own generate.
     strips: items whose single tokens are written out as text, for reports."""
 
     max_new_tokens: int | None = None
@@ -34,6 +34,7 @@ class CompareSettings:
     speed_items: int = 0
     repeats: int = 1
     speed_tokens: int = 128
+    with_generate: bool = False
     strips: int = 4
 
 

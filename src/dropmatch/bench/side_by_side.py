@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dropmatch.api import Decoder
+from dropmatch.bench.arms import GENERATE
 from dropmatch.bench.figures import spread_of
 from dropmatch.config import EngineConfig, SamplingParams
 from dropmatch.core.acceptance import make_rule
@@ -24,7 +25,6 @@ from dropmatch.hf.model import HFModel
 
 WARM_UP = 8
 """Tokens that each way generates before it is timed."""
-GENERATE = "transformers generate"
 _T = TypeVar("_T")
 
 
@@ -68,35 +68,40 @@ def transformers_ways(decoder: Decoder, lengths: Sequence[int], *, with_schedule
     anew, as transformers lays them out.
     """
     model = _as_loaded_by_transformers(decoder.target)
-
-    def way(name: str, **options: Any) -> Way:
-        def run(ids: list[int], num_new: int) -> tuple[list[int], EngineStats | None]:
-            input_ids = torch.tensor([ids], device=decoder.target.device)
-            with torch.inference_mode():
-                out = model.generate(
-                    input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    max_new_tokens=num_new,
-                    min_new_tokens=num_new,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    repetition_penalty=1.0,
-                    **options,
-                )
-            return out[0, len(ids) :].tolist(), None
-
-        return Way(name, run)
-
-    ways = [way(GENERATE)]
+    ways = [_generating(decoder, model, GENERATE)]
     if isinstance(decoder.drafter, DraftModelDrafter) and isinstance(decoder.drafter.model, HFModel):
         assistant = _as_loaded_by_transformers(decoder.drafter.model)
-        assisted = way("transformers assisted", assistant_model=assistant)
+        assisted = _generating(decoder, model, "transformers assisted", assistant_model=assistant)
         ways += [_at_constant_length(assisted, assistant, length) for length in lengths]
         if with_schedule:
             ways.append(_as_configured(assisted, assistant))
     return ways
+
+
+def generate_way(decoder: Decoder) -> Way:
+    """transformers' own generate alone, with the target loaded anew as transformers lays it out."""
+    return _generating(decoder, _as_loaded_by_transformers(decoder.target), GENERATE)
+
+
+def _generating(decoder: Decoder, model: Any, name: str, **options: Any) -> Way:
+    def run(ids: list[int], num_new: int) -> tuple[list[int], EngineStats | None]:
+        input_ids = torch.tensor([ids], device=decoder.target.device)
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                repetition_penalty=1.0,
+                **options,
+            )
+        return out[0, len(ids) :].tolist(), None
+
+    return Way(name, run)
 
 
 def _as_loaded_by_transformers(model: HFModel) -> Any:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dropmatch.bench.arms import PLAIN
+from dropmatch.bench.arms import GENERATE, PLAIN
 from dropmatch.bench.bases import AGAINST_TEXTS, reference_arm, same_length
 from dropmatch.bench.figures import spread_of
 from dropmatch.bench.intervals import is_on_front, paired_difference, ratio_interval, wilson
@@ -162,7 +162,7 @@ def _speed_figures(
     decoding at the same draft length. The head's share of the time is known of all timed items together only."""
     timed = [item for item in items if speed is not None and item in speed["items"]]
     if speed is None or not timed or name not in speed["arms"]:
-        return dict.fromkeys(("tokens_per_second", "over_plain", "over_lossless", "judge_over_target"))
+        return dict.fromkeys(("tokens_per_second", "over_generate", "over_plain", "over_lossless", "judge_over_target"))
     arm = speed["arms"][name]
     seconds = sum(statistics.median(arm["seconds"][item]) for item in timed)
     target = arm["time"]["target_s"] if len(timed) == len(speed["items"]) else None
@@ -175,6 +175,7 @@ def _speed_figures(
 
     return {
         "tokens_per_second": sum(arm["tokens"][item] for item in timed) / seconds,
+        "over_generate": over(GENERATE),
         "over_plain": over(PLAIN),
         "over_lossless": over(base),
         "judge_over_target": arm["time"]["judge_s"] / target if target else None,

@@ -8,24 +8,26 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dropmatch.api import Decoder
 from dropmatch.bench.answers import encode_turn
-from dropmatch.bench.arms import PLAIN, ArmSpec
+from dropmatch.bench.arms import GENERATE, PLAIN, ArmSpec
 from dropmatch.bench.fields import NUMBER
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.settings import CompareSettings, seed_of
-from dropmatch.bench.side_by_side import rotated
+from dropmatch.bench.side_by_side import Way, generate_way, rotated
 from dropmatch.bench.takeover import conditions
 from dropmatch.bench.tasks import Item
 from dropmatch.config import EngineConfig, SamplingParams
-from dropmatch.core.stats import EngineStats
 
 _WARM_UP = 8  # tokens
+_Timer = Callable[[Item, int], tuple[float, int, dict[str, float]]]
+"""Of a prompt and the most tokens: seconds of a whole call at batch 1, prefill included, its tokens, its parts."""
 _TIMING = {
     **dict.fromkeys(("arm", "item"), str),
     **dict.fromkeys(("repeat", "tokens"), int),
@@ -43,28 +45,33 @@ def measure_speed(
     methods = list(arms)
     if not any(arm.is_plain for arm in methods):
         methods.insert(0, replace(methods[0], rule=PLAIN, draft_length=0))
-    entries = _earlier_timings(journal, timed, methods, settings)
+    names = [method.name for method in methods] + ([GENERATE] if settings.with_generate else [])
+    entries = _earlier_timings(journal, timed, names, settings)
     done = {(e["arm"], e["item"], e["repeat"]) for e in entries}
-    total = len(methods) * len(timed) * settings.repeats
+    total = len(names) * len(timed) * settings.repeats
     if done:
         journal.say_taken_over(f"{len(done)} of {total} timings")
     with ProgressMeter("speed", total, len(done)) as meter:
+        timers: dict[str, _Timer] = {}
         if len(done) < meter.total:
-            for method in methods:  # warm up
-                _time_one(decoder, timed[0], method, settings, _WARM_UP)
+            timers = {method.name: partial(_time_one, decoder, method, settings) for method in methods}
+            if settings.with_generate:
+                timers[GENERATE] = partial(_time_generate, decoder, generate_way(decoder))
+            for timer in timers.values():  # warm up
+                timer(timed[0], _WARM_UP)
         for repeat, (i, item) in itertools.product(range(settings.repeats), enumerate(timed)):
-            for method in rotated(methods, i + repeat):
-                if (method.name, item.id, repeat) in done:
+            for name in rotated(names, i + repeat):
+                if (name, item.id, repeat) in done:
                     continue
-                seconds, tokens, stats = _time_one(decoder, item, method, settings, settings.speed_tokens)
+                seconds, tokens, parts = timers[name](item, settings.speed_tokens)
                 entry = {
-                    "arm": method.name,
+                    "arm": name,
                     "item": item.id,
                     **conditions(item, settings.speed_tokens),
                     "repeat": repeat,
                     "seconds": seconds,
                     "tokens": tokens,
-                    "time": stats.time.to_json(),
+                    "time": parts,
                 }
                 journal.add({"speed": entry})
                 entries.append(entry)
@@ -73,7 +80,7 @@ def measure_speed(
         "items": [item.id for item in timed],
         "repeats": settings.repeats,
         "max_new_tokens": settings.speed_tokens,
-        "arms": {method.name: _speed_of(method, entries) for method in methods},
+        "arms": {name: _speed_of(name, entries) for name in names},
     }
 
 
@@ -89,11 +96,10 @@ def _first_of_each_task(items: Sequence[Item], number: int) -> list[Item]:
 
 
 def _earlier_timings(
-    journal: Journal, timed: Sequence[Item], methods: Sequence[ArmSpec], settings: CompareSettings
+    journal: Journal, timed: Sequence[Item], names: Sequence[str], settings: CompareSettings
 ) -> list[dict[str, Any]]:
     """Timings of an earlier run that this one would repeat: the same prompts, limits, methods and repeats."""
     wanted = {item.id: conditions(item, settings.speed_tokens) for item in timed}
-    names = {method.name for method in methods}
     return [
         timing
         for timing in journal.found("speed", _TIMING, numbers="time", is_inner=True)
@@ -104,8 +110,8 @@ def _earlier_timings(
     ]
 
 
-def _speed_of(method: ArmSpec, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    mine = [entry for entry in entries if entry["arm"] == method.name]
+def _speed_of(name: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    mine = [entry for entry in entries if entry["arm"] == name]
     seconds: dict[str, list[float]] = {}
     for entry in mine:
         seconds.setdefault(entry["item"], []).append(entry["seconds"])
@@ -117,9 +123,8 @@ def _speed_of(method: ArmSpec, entries: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _time_one(
-    decoder: Decoder, item: Item, arm: ArmSpec, settings: CompareSettings, max_new_tokens: int
-) -> tuple[float, int, EngineStats]:
-    """Seconds of one whole call at batch 1, prefill included, its tokens, and its statistics."""
+    decoder: Decoder, arm: ArmSpec, settings: CompareSettings, item: Item, max_new_tokens: int
+) -> tuple[float, int, dict[str, float]]:
     ids = encode_turn(decoder, item)
     config = EngineConfig(draft_length=arm.draft_length, max_length=decoder.config.max_length)
     engine = decoder.engine(rule=arm.made, config=config, dropout=arm.dropout, drafter=None if arm.is_plain else "own")
@@ -131,4 +136,12 @@ def _time_one(
     )
     started = time.perf_counter()
     done = decoder.run([ids], params, engine=engine)
-    return time.perf_counter() - started, len(done.generations[0].tokens), done.stats
+    return time.perf_counter() - started, len(done.generations[0].tokens), done.stats.time.to_json()
+
+
+def _time_generate(decoder: Decoder, way: Way, item: Item, max_new_tokens: int) -> tuple[float, int, dict[str, float]]:
+    """Of transformers, which knows no parts. It generates that many tokens, whatever they are."""
+    ids = encode_turn(decoder, item)
+    started = time.perf_counter()
+    tokens, _ = way.run(ids, max_new_tokens)
+    return time.perf_counter() - started, len(tokens), {}

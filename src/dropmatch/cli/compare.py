@@ -47,6 +47,10 @@ def compare(
     speed_items: SpeedItems = 4,
     repeats: Repeats = 1,
     speed_tokens: SpeedTokens = 128,
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Time transformers' generate beside them, on a second copy of the target."),
+    ] = False,
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
     guard_prob: o.GuardProb = 0.0,
@@ -110,6 +114,7 @@ def compare(
         speed_items=speed_items,
         repeats=repeats,
         speed_tokens=speed_tokens,
+        with_generate=generate,
         strips=strips,
     )
     described = {

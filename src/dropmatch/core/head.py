@@ -19,12 +19,14 @@ from dropmatch.config import DropoutConfig
 from dropmatch.core.head_rows import HeadRows
 from dropmatch.core.interfaces import LMHead
 from dropmatch.errors import ConfigError
-from dropmatch.ops.divergence import js_from_log_probs, js_point_mass, log_probs
+from dropmatch.ops.divergence import js_from_log_probs, js_point_mass, log_probs, log_probs_at
 from dropmatch.ops.random import dropout_masks
+from dropmatch.ops.sampling import likeliest
 
 Tie = Literal["centroid", "path"]
 
 _LOGIT_BYTES_CAP = 256 * 2**20  # most bytes of float32 path logits held at once; more rows are done in blocks
+_SHORT = 4096  # logits of a row that take less time than the calls that work on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,37 +148,37 @@ class MCDropoutHead:
         return parts[0] if len(parts) == 1 else _concatenate(parts)
 
     def ask_shortlist(
-        self, hidden: Tensor, keys: Tensor, plain: Tensor, draft_log_probs: Tensor | None, *, with_js: bool
+        self, hidden: Tensor, keys: Tensor, plain: Tensor, draft_logits: Tensor | None, *, with_js: bool
     ) -> HeadEnsemble:
         """Ask all paths about the likeliest tokens only. Greedy rows with unprocessed logits.
 
-        hidden: [M, d]; keys: [M, 3]; plain: [M, V] logits of the undropped head; draft_log_probs: [M, V] or None.
+        hidden: [M, d]; keys: [M, 3]; plain: [M, V] logits of the undropped head; draft_logits: [M, V] or None.
         What lies behind the shortlist is one more token. Its mass under a path is the plain one times what dropout did
         to the mass of the shortlist's less likely half.
         """
         self.rows_asked += len(hidden)
         rows = HeadRows.of(self.head)
         plain = plain.float()
-        best = plain.topk(self.config.shortlist_size, dim=-1)  # [M, S]
+        best, ids = likeliest(plain, self.config.shortlist_size)  # [M, S]
         masks = dropout_masks(keys, self.config.num_paths, hidden.shape[-1], self.p_drop)
-        paths = rows.project(self._dropped(hidden, masks), best.indices).float()  # [M, K, S]
+        paths = rows.project(self._dropped(hidden, masks), ids).float()  # [M, K, S]
         centroid = paths.mean(1)
         is_best = paths == paths.amax(-1, keepdim=True)
-        place = best.indices[:, None].masked_fill(~is_best, self.head.vocab_size).argmin(-1)  # the lowest id of a tie
-        tokens = best.indices.gather(-1, place)  # [M, K]
+        place = ids[:, None].masked_fill(~is_best, self.head.vocab_size).argmin(-1)  # the lowest id of a tie
+        tokens = ids.gather(-1, place)  # [M, K]
         votes_at = centroid.gather(-1, place)
         majority, votes = majority_vote(tokens, votes_at, self.tie)
         js_heads, js_draft = None, None
         if with_js:
-            behind = _log_rest(plain.logsumexp(-1), best.values.logsumexp(-1))  # [M]
-            half = best.values.shape[-1] // 2
-            likely = best.values[:, half:].logsumexp(-1)
+            behind = _log_rest(plain.logsumexp(-1), best.logsumexp(-1))  # [M]
+            half = best.shape[-1] // 2
+            likely = best[:, half:].logsumexp(-1)
             # where half of the list is impossible there is nothing to measure, and next to nothing behind the list
             path_rest = behind[:, None] + (paths[:, :, half:].logsumexp(-1) - likely[:, None]).nan_to_num()
             centroid_rest = behind + (centroid[:, half:].logsumexp(-1) - likely).nan_to_num()
             draft = None
-            if draft_log_probs is not None:
-                listed = draft_log_probs.gather(-1, best.indices)
+            if draft_logits is not None:
+                listed = log_probs_at(draft_logits, ids)
                 draft = _with_rest(listed, _log_rest(torch.zeros_like(behind), listed.logsumexp(-1)))
             js_heads, js_draft = self._divergences(
                 _with_rest(paths, path_rest), _with_rest(centroid, centroid_rest), draft
@@ -184,7 +186,12 @@ class MCDropoutHead:
         return HeadEnsemble(tokens, majority, votes, js_heads, js_draft, None)
 
     def _divergences(self, logits: Tensor, centroid: Tensor, draft: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Row by row on a CPU, where one path's logits then stay in cache; at once elsewhere."""
+        """Path by path where logits are long, and on a CPU row by row too, so that they stay in cache."""
+        if self.p_drop > 0.0 and logits.shape[-1] <= _SHORT:
+            log_c = log_probs(centroid)
+            c = log_c.exp()
+            js_heads = js_from_log_probs(log_probs(logits), log_c[:, None], c[:, None])
+            return js_heads, None if draft is None else js_from_log_probs(draft, log_c, c)
         if self.p_drop == 0.0:  # all paths are the plain head; rounding must not make a radius of them
             js_heads = torch.zeros(logits.shape[:2], device=logits.device)
         else:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dropmatch.core.interfaces import LMHead
 from dropmatch.errors import ConfigError
@@ -33,8 +34,12 @@ class HeadRows:
     def project(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Logits of a few tokens, as the head itself computes them. hidden: [M, K, d]; tokens: [M, T].
         Returns [M, K, T] in the head's dtype."""
-        rows = self.weight[tokens.to(self.weight.device)]  # [M, T, d]
-        logits = hidden.to(rows.device) @ rows.transpose(-1, -2)
+        rows = self._rows(tokens)  # [M, T, d]
+        hidden = hidden.to(rows.device)
+        if rows.device.type == "cpu":  # where a batched product copies the rows first, into another order
+            logits = torch.stack([F.linear(h, w) for h, w in zip(hidden, rows, strict=True)])
+        else:
+            logits = hidden @ rows.transpose(-1, -2)
         if self.bias is not None:
             logits = logits + self.bias[tokens.to(self.bias.device)][:, None]
         logits = logits * self.scale
@@ -60,9 +65,14 @@ class HeadRows:
             "load the target in bfloat16 or float32."
         )
 
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """tokens: [M, T]. Returns [M, T, d]. On a CPU index_select does in half the time what indexing does."""
+        flat = tokens.to(self.weight.device).flatten()
+        return self.weight.index_select(0, flat).view(*tokens.shape, -1)
+
     def products(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """scale * h_j * w_vj. hidden: [M, d]; tokens: [M, T]. Returns [M, T, d] float32; summed over d, a score."""
-        rows = self.weight[tokens.to(self.weight.device)].float()
+        rows = self._rows(tokens).float()
         return (rows * (hidden.to(rows.device).float() * self.scale)[:, None]).to(tokens.device)
 
     def scores(self, products: Tensor, tokens: Tensor) -> Tensor:

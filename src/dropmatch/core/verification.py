@@ -227,7 +227,8 @@ class Verification:
     def _ask_heads(self, row: Tensor, node: Tensor, flat: Tensor) -> HeadEnsemble:
         """The heads' answers at nodes (row, node) [M]. Each row is asked in full or about a shortlist by its own
         settings alone, so that it does not depend on its batch mates. flat: [M] row * N + node."""
-        has_distribution = self.tree.child_logits is not None
+        child_logits = self.tree.child_logits
+        has_distribution = child_logits is not None
         keep_centroid = self._with_centroid_prob or (self._with_js and not has_distribution)
 
         def in_full(row: Tensor, node: Tensor, flat: Tensor) -> HeadEnsemble:
@@ -246,7 +247,7 @@ class Verification:
                 self.hidden[row, node],
                 self._mask_keys(row, node),
                 self.target_logits[row, node],
-                self.draft_log_probs(row, node) if self._with_js and has_distribution else None,
+                None if child_logits is None or not self._with_js else child_logits[row, node],
                 with_js=self._with_js,
             )
 

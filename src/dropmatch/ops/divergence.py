@@ -19,6 +19,12 @@ def log_probs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), dim=-1).clamp_(min=_LOG_ZERO)
 
 
+def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`log_probs` of a few tokens alone. logits: [M, V]; tokens: [M, T]. Returns [M, T]."""
+    logits = logits.float()
+    return (logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)).clamp_(min=_LOG_ZERO)
+
+
 def js_from_log_probs(log_p: Tensor, log_q: Tensor, q: Tensor | None = None) -> Tensor:
     """Jensen-Shannon divergence in nats, between 0 and ln 2.
 

@@ -8,6 +8,7 @@ numbers, position, stream of the request, path and purpose).
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,15 +31,28 @@ class Purpose(IntEnum):
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit numbers for each counter. All tensors are int64 holding 32-bit values and broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)  # type: ignore[no-untyped-call]
+    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))  # [2, ...]: half the operations of one after the other
+    multipliers, steps = _constants(even.device)
+    ones = [1] * c0.dim()
+    first = torch.stack(torch.broadcast_tensors(*key))  # type: ignore[no-untyped-call]
+    first = first.view(2, *ones[first.dim() - 1 :], *first.shape[1:])
+    keys = (first + steps.view(_ROUNDS, 2, *ones)) & _MASK
+    multipliers = multipliers.view(2, *ones)
+    for r in range(_ROUNDS):
         # the product wraps in int64, but its low 64 bits, all that is used, are right
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = ((product1 >> 32) & _MASK) ^ c1 ^ k0, ((product0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = product1 & _MASK, product0 & _MASK
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
-    return c0, c1, c2, c3
+        product = (even * multipliers).flip(0)
+        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(keys[r])
+        odd = product.bitwise_and_(_MASK)
+    return even[0], odd[0], even[1], odd[1]
+
+
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two multipliers, and by how much the two keys have grown in each round, [10, 2]."""
+    steps = [[r * step & _MASK for step in _KEY_STEPS] for r in range(_ROUNDS)]
+    with torch.inference_mode(mode=False):
+        return torch.tensor(_MULTIPLIERS, device=device), torch.tensor(steps, device=device)
 
 
 def random_bits(keys: Tensor, num_paths: int, count: int, purpose: Purpose) -> Tensor:

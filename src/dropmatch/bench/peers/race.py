@@ -23,13 +23,14 @@ from rich.table import Table
 from dropmatch.api import Decoder
 from dropmatch.bench.analyses.decoding import fingerprint
 from dropmatch.bench.analyses.show import console
+from dropmatch.bench.arms import GENERATE, PLAIN
 from dropmatch.bench.figures import spread
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.peers.environment import PEERS
 from dropmatch.bench.peers.process import CHILD, PeerError, PeerProcess
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
-from dropmatch.bench.side_by_side import GENERATE, WARM_UP, Way, own_ways, rotated, speed_over, transformers_ways
+from dropmatch.bench.side_by_side import WARM_UP, Way, own_ways, rotated, speed_over, transformers_ways
 from dropmatch.bench.tasks import Item
 from dropmatch.core.stats import EngineStats
 from dropmatch.drafters.draft_model import DraftModelDrafter
@@ -37,7 +38,6 @@ from dropmatch.errors import ConfigError
 from dropmatch.hf.model import HFModel
 from dropmatch.provenance import collect
 
-PLAIN = "plain"
 OURS = (PLAIN, "lossless")
 ANSWER_SECONDS = 1800.0
 """How long a peer may take to load, or for one prompt."""

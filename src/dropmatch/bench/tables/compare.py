@@ -9,10 +9,11 @@ from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
+from dropmatch.bench.arms import GENERATE, PLAIN
 from dropmatch.bench.bases import well_based
-from dropmatch.bench.figures import number, share, spread
+from dropmatch.bench.figures import number, share, spread, spread_of
 from dropmatch.bench.intervals import paired_difference
-from dropmatch.bench.summary import first_divergence
+from dropmatch.bench.summary import first_divergence, speed_ratios
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import (
     Named,
@@ -103,25 +104,66 @@ def timed(named: Named) -> str:
     """Speed at batch 1 alone: whole calls, and decoding without prefill."""
     result, name = named
     speed = part(result, "speed", name)
-    base = next((speed["arms"][row["arm"]] for row in result["summary"] if row["rule"] == "lossless"), None)
-    lines = [
-        [
-            row["arm"],
-            tau(row),
-            spread(row["over_plain"]),
-            spread(row["over_lossless"]),
-            "" if base is None else f"{_decoding(speed['arms'][row['arm']]) / _decoding(base):.2f}x",
-            percent(row["judge_over_target"]),
-        ]
-        for row in _of_first_task(result)
-        if row["over_plain"]
-    ]
-    head = ["rule", "tau", "over plain", "over lossless", "decoding only, over lossless", "head and rule / target"]
+    rows = {row["arm"]: row for row in _of_first_task(result) if row["over_plain"]}
+    lines = []
+    for arm, row in rows.items():
+        base = rows.get(f"lossless L={row['draft_length']}")
+        over = [""] * 2
+        if base is not None:
+            of, by = speed["arms"][arm], speed["arms"][base["arm"]]
+            over = [f"{_per_forward(of) / _per_forward(by):.2f}x", f"{_decoding(of) / _decoding(by):.2f}x"]
+        lines.append(
+            [
+                arm,
+                tau(row),
+                spread(row["over_plain"]),
+                spread(row["over_lossless"]),
+                *over,
+                percent(row["judge_over_target"]),
+            ]
+        )
+    head = ["rule", "tau", "over plain", "over lossless", "tokens a forward, over lossless"]
+    head += ["decoding only, over lossless", "head and rule / target"]
     return block(
         grid(head, lines),
         f"{len(speed['items'])} prompts, {speed['max_new_tokens']} tokens each at batch 1, methods in turn, repeats: "
-        f"{speed['repeats']}: whole calls with prefill, median (minimum-maximum) over prompts; decoding only is pooled "
-        f"over them; tau is of all {len(result['settings']['items'])} prompts. {_run(result)} {machine(result)}. "
+        f"{speed['repeats']}: whole calls with prefill, median (minimum-maximum) over prompts; tokens a forward and "
+        f"decoding only are pooled over them, and set against lossless decoding at the same L; tau is of all "
+        f"{len(result['settings']['items'])} prompts. {_run(result)} {machine(result)}. "
+        f"{made_by(result, name)}",
+    )
+
+
+def over_generate(named: Named) -> str:
+    """Speed over transformers' generate beside accuracy, task by task."""
+    result, name = named
+    speed = part(result, "speed", name)
+    if GENERATE not in speed["arms"]:
+        raise DataError(f"{name}: transformers' generate was not timed. Measure with `dropmatch compare --generate`.")
+    rows = {(row["task"], row["arm"]): row for row in well_based(result["summary"])}
+    lines = []
+    for task in dict.fromkeys(prompt["task"] for prompt in result["prompts"].values()):
+        items = [item for item in speed["items"] if result["prompts"][item]["task"] == task]
+        if not items:
+            continue
+        for arm in speed["arms"]:
+            row = rows.get((task, arm))
+
+            def over(other: str, arm: str = arm, items: Sequence[str] = items) -> str:
+                return spread(spread_of(speed_ratios(speed, arm, other, items)))
+
+            figures = ["", "", "", "", ""]
+            if row is not None:
+                figures = [spread(row["over_lossless"]), tau(row), _accuracy(row), _difference(row)]
+                figures.append("" if row["rule"] == "lossless" else percent(row["lossy_share"], 1))
+            lines.append([task, f"`{arm}`", over(GENERATE), over(PLAIN), *figures])
+    head = ["task", "method", "over `generate`", "over plain", "over lossless, same L", "tau", "accuracy"]
+    return block(
+        grid([*head, "less lossless (95%)", "lossy tokens"], lines, left=2),
+        f"Speed of whole calls with prefill at batch 1: {len(speed['items'])} prompts, at most "
+        f"{speed['max_new_tokens']} tokens each, methods in turn, repeats: {speed['repeats']}, median "
+        f"(minimum-maximum) over prompts. tau and accuracy are of {_prompts(result)}. Accuracy in per cent with "
+        f"Wilson's 95% interval; the difference to lossless is paired by prompt. {_run(result)} {machine(result)}. "
         f"{made_by(result, name)}",
     )
 
@@ -129,6 +171,11 @@ def timed(named: Named) -> str:
 def _decoding(arm: Mapping[str, Any]) -> float:
     """Tokens a second without prefill."""
     return float(sum(arm["tokens"].values()) / arm["time"]["decode_s"])
+
+
+def _per_forward(arm: Mapping[str, Any]) -> float:
+    """Tokens for each forward of the target behind the prefill: tau of the timed calls, their cut ends included."""
+    return float(sum(arm["tokens"].values()) / arm["time"]["target_forwards"])
 
 
 def pairs(named: Named) -> str:

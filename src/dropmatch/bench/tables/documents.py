@@ -43,6 +43,7 @@ _TABLES: Mapping[str, Mapping[str, Callable[[Named], str]]] = {
         "pairs": compare.pairs,
         "seeds": compare.seeds,
         "speed": compare.timed,
+        "generate": compare.over_generate,
     },
     "analyze-heads": {
         "": heads.all_parts,
