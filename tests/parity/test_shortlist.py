@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dropmatch.bench.heads import ComparingHead
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
 from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.head import HeadEnsemble, MCDropoutHead
@@ -62,6 +63,21 @@ def test_a_short_list_finds_the_same_tokens_and_nearly_the_same_divergences() ->
     assert listed.radius is not None
     assert ((listed.radius - full.radius).abs() / full.radius).median() < LITTLE_MASS
     assert ((listed.js_draft <= listed.radius) == (full.js_draft <= full.radius)).float().mean() >= 0.95
+
+
+def test_a_comparison_gives_the_rank_of_the_least_likely_token_of_a_head() -> None:
+    head, hidden, keys, draft = make_case(3)
+    comparing = ComparingHead(head, DropoutConfig(p_drop=0.3, heads="shortlist", shortlist_size=64))
+    comparing.comparisons = []
+    plain = head(hidden)
+    comparing.ask_shortlist(hidden, keys, plain, draft, with_js=True)
+    order = plain.argsort(dim=-1, descending=True).tolist()
+    tokens = comparing.keyed_logits(hidden, keys).argmax(-1).tolist()
+    for each, ranked, named in zip(comparing.comparisons, order, tokens, strict=True):
+        assert each.worst_rank == 1 + max(ranked.index(token) for token in named)
+        if each.worst_rank > 64:
+            assert not each.same_tokens
+    assert len({each.worst_rank for each in comparing.comparisons}) > 5
 
 
 def test_without_dropout_the_radius_of_a_shortlist_is_zero() -> None:

@@ -627,7 +627,10 @@ def test_a_shortlist_is_set_beside_all_tokens(tmp_path: Path) -> None:
     settings: Result = {**SETTINGS, "shortlist_size": 1024}
     result: Result = {"kind": "bench-heads", "settings": settings, "summary": {**summary, "target_ms_mean": 290.0}}
     (shown_table,) = tables(shown({**result, "provenance": PROVENANCE}, tmp_path))
-    assert shown_table[1] == ["86", "100.0%", "98.0%", "94.0%", "0.03%", "47.2", "5.1", "290.0"]
+    assert shown_table[1] == ["86", "100.0%", "98.0%", "94.0%", "0.03%", "", "47.2", "5.1", "290.0"]
+    result["summary"] |= {"worst_rank": 12}
+    (shown_table,) = tables(shown({**result, "provenance": PROVENANCE}, tmp_path))
+    assert shown_table[1][5] == "12"
 
 
 # -- radius and closed form -----------------------------------------------------------------------------------------

@@ -26,12 +26,14 @@ from dropmatch.provenance import collect
 
 @dataclass(slots=True)
 class Comparison:
-    """One position: what differs, and the seconds both kinds took for the whole call."""
+    """One position: what differs, the rank under the plain head of the least likely token that a head produces, and
+    the seconds both kinds took for the whole call."""
 
     same_tokens: bool
     same_majority: bool
     same_js: bool
     radius_error: float
+    worst_rank: int
     full_seconds: float
     shortlist_seconds: float
 
@@ -58,11 +60,14 @@ class ComparingHead(MCDropoutHead):
         between = time.perf_counter()
         listed = super().ask_shortlist(hidden, keys, plain, draft_logits, with_js=True)
         ended = time.perf_counter()
-        self.comparisons += _compare(full, listed, between - started, ended - between)
+        rank = 1 + (plain[:, None] > plain.gather(-1, full.tokens)[..., None]).sum(-1).amax(-1)
+        self.comparisons += _compare(full, listed, rank, between - started, ended - between)
         return full
 
 
-def _compare(full: HeadEnsemble, listed: HeadEnsemble, full_seconds: float, seconds: float) -> list[Comparison]:
+def _compare(
+    full: HeadEnsemble, listed: HeadEnsemble, rank: Tensor, full_seconds: float, seconds: float
+) -> list[Comparison]:
     assert full.radius is not None
     assert full.js_draft is not None
     assert listed.radius is not None
@@ -72,10 +77,11 @@ def _compare(full: HeadEnsemble, listed: HeadEnsemble, full_seconds: float, seco
         full.majority == listed.majority,
         (full.js_draft <= full.radius) == (listed.js_draft <= listed.radius),
         (listed.radius / full.radius.clamp(min=1e-9) - 1.0).abs(),
+        rank,
     )
     return [
-        Comparison(bool(tokens), bool(majority), bool(js), float(error), full_seconds, seconds)
-        for tokens, majority, js, error in zip(*(column.tolist() for column in columns), strict=True)
+        Comparison(bool(tokens), bool(majority), bool(js), float(error), int(place), full_seconds, seconds)
+        for tokens, majority, js, error, place in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
@@ -141,6 +147,7 @@ def run_heads(
             "same_majority": _share(comparisons, "same_majority"),
             "same_js": _share(comparisons, "same_js"),
             "median_radius_error": statistics.median(c.radius_error for c in comparisons),
+            "worst_rank": max(c.worst_rank for c in comparisons),
             "full_ms_median": 1e3 * statistics.median(c.full_seconds for c in comparisons),
             "shortlist_ms_median": 1e3 * statistics.median(c.shortlist_seconds for c in comparisons),
             "target_ms_mean": 1e3 * target_seconds / rounds,

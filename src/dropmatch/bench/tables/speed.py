@@ -120,12 +120,14 @@ def shortlist(named: Named) -> str:
     settings, row = result["settings"], result["summary"]
     head = [
         *("positions", "same by Eq. 6", "same majority", "same tokens of all heads", "median error of the radius"),
+        "worst rank of a head's token",
         *("all tokens, ms", "shortlist, ms", "target forward, ms"),
     ]
     cells = [
         str(row["positions"]),
         *(percent(row[key]) for key in ("same_js", "same_majority", "same_tokens")),
         percent(row["median_radius_error"], 2),
+        str(row.get("worst_rank", "")),
         *(number(row[key], ".1f") for key in ("full_ms_median", "shortlist_ms_median", "target_ms_mean")),
     ]
     return block(
@@ -133,6 +135,7 @@ def shortlist(named: Named) -> str:
         f"{settings['shortlist_size']:,} tokens against all, under the same masks, wherever decoding asked the heads: "
         f"{len(settings['items'])} prompts, at most {settings['max_new_tokens']} tokens each, "
         f"L={settings['draft_length']}, {options(settings)}. Pair: {pair(settings)}; {machine(result)}. "
+        "Rank: under the plain head, of the least likely token that any head produced. "
         f"Milliseconds a call, median; of the target's forward, mean. {made_by(result, name)}",
     )
 
