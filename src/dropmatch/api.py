@@ -184,7 +184,7 @@ def load(
     rule_options: RuleOptions | None = None,
     num_paths: int = 5,
     p_drop: PDrop | None = None,
-    heads: Heads = "full",
+    heads: Heads = "shortlist",
     draft_length: int = 5,
     draft_weights: DraftWeights = "own",
     min_confidence: float = 0.0,
@@ -205,7 +205,7 @@ def load(
     "random", "none"; None takes the pair's own drafter, or "ngram".
     rule: acceptance rule by name (see `dropmatch.rule_names()`) or object. p_drop: a number, "auto" or
     "auto-expected" (see `DropoutConfig`); None takes 0.3, or what a named pair needs.
-    heads: "shortlist" asks the dropout heads about likely tokens only (see `DropoutConfig`). draft_weights: "int4"
+    heads: "full" asks the dropout heads about every token (see `DropoutConfig`). draft_weights: "int4"
     rounds a draft model's weights to 4 bits for single rows, "int8" its weights and inputs to 8 bits for batches, both
     on a CPU. min_confidence: see `DraftModelDrafter`.
     pack_weights: multiply bfloat16 weights on a CPU by the fastest kernels at hand; such a model cannot be saved.

@@ -73,16 +73,16 @@ class DropoutConfig:
     mask_sharing: "position" draws fresh masks for each position, "round" one set per verification, "fixed" one set.
     noise: how path tokens are sampled at temperature > 0: "shared" Gumbel noise (p_drop=0 is then exactly lossless)
     or "independent" noise per path (biased towards the draft; for comparison only).
-    heads: "full" projects every path on the whole vocabulary; "shortlist" on the shortlist_size likeliest tokens of the
-    plain head, with the mass behind them carried as one more token. Sampled rows, rows with processed logits, heads
-    that show no weight and drafters without a distribution are always done in full.
+    heads: "shortlist" projects every path on the shortlist_size likeliest tokens of the plain head, with the mass
+    behind them carried as one more token; "full" on the whole vocabulary. Sampled rows, rows with processed logits,
+    heads that show no weight and drafters without a distribution are always done in full.
     """
 
     num_paths: int = 5
     p_drop: PDrop = 0.3
     mask_sharing: MaskSharing = "position"
     noise: Noise = "shared"
-    heads: Heads = "full"
+    heads: Heads = "shortlist"
     shortlist_size: int = 1024
 
     def __post_init__(self) -> None:

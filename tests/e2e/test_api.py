@@ -528,8 +528,9 @@ def test_int4_needs_a_bfloat16_draft_model(pair: tiny.TinyPair) -> None:
 
 
 def test_a_shortlist_is_passed_on_to_the_heads(pair: tiny.TinyPair) -> None:
-    decoder = dropmatch.load(str(pair.target), str(pair.draft), heads="shortlist")
-    assert decoder.engine().head.config.heads == "shortlist"
+    for given, expected in (({}, "shortlist"), ({"heads": "full"}, "full")):
+        decoder = dropmatch.load(str(pair.target), str(pair.draft), **given)  # type: ignore[arg-type]
+        assert decoder.engine().head.config.heads == expected
     with pytest.raises(dropmatch.DropMatchError, match="Available: full, shortlist"):
         dropmatch.load(str(pair.target), str(pair.draft), heads="short")
 

@@ -329,7 +329,7 @@ def test_the_benchmark_makes_the_tables_and_figures(
     again = json.loads((tmp_path / "out" / "autojudge.json").read_text())
     assert again["rows"] == result["rows"]
     monkeypatch.setattr(autojudge_module, "run_compare", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    for changed in (("--seed", "1"), ("--k", "3"), ("--heads", "shortlist"), ("--speed-items", "2"), ("--restart",)):
+    for changed in (("--seed", "1"), ("--k", "3"), ("--heads", "full"), ("--speed-items", "2"), ("--restart",)):
         assert "go on" in command(*arguments, *changed, "-o", tmp_path / "out", code=130)
 
 

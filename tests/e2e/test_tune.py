@@ -252,11 +252,11 @@ def test_the_mildest_candidate_survives_though_it_is_slow() -> None:
 
 
 def test_the_command_line_holds_what_was_chosen_and_what_was_given() -> None:
-    choice = {**UNPROVEN, "rule": "dropmatch@p=0.2@k=5", "form": "shortlist"}
+    choice = {**UNPROVEN, "rule": "dropmatch@p=0.2@k=5", "form": "full"}
     described = {"target": "my model", "draft": "D", "draft_weights": "int4", "min_confidence": 0.4, "dtype": "float32"}
     assert command_line(choice, described) == (
         "dropmatch generate 'YOUR PROMPT' --target 'my model' --draft D -L 8 --rule dropmatch --k 5 --p-drop 0.2 "
-        "--guard-prob 0.05 --heads shortlist --draft-weights int4 --min-confidence 0.4 --dtype float32"
+        "--guard-prob 0.05 --heads full --draft-weights int4 --min-confidence 0.4 --dtype float32"
     )
     plain = {"rule": "plain", "draft_length": 0}
     assert command_line(plain, described) == (
@@ -266,10 +266,10 @@ def test_the_command_line_holds_what_was_chosen_and_what_was_given() -> None:
 
 
 def test_candidates_are_all_combinations_once() -> None:
-    settings = TuneSettings(forms=("sampled", "shortlist"), ks=(3, 5), p_drops=("0.1", "0.1"), guards=(0.0, 0.1))
+    settings = TuneSettings(forms=("sampled", "full"), ks=(3, 5), p_drops=("0.1", "0.1"), guards=(0.0, 0.1))
     texts = [candidate.text for candidate in candidates(settings)]
     assert len(texts) == len(set(texts)) == 8
-    assert "dropmatch@p=0.1@k=3@heads=shortlist@guard=0.1" in texts
+    assert "dropmatch@p=0.1@k=3@heads=full@guard=0.1" in texts
     with pytest.raises(UnknownNameError, match="form of the rule"):
         TuneSettings(forms=("sample",))
     with pytest.raises(ConfigError, match="ks is empty"):

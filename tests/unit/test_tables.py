@@ -36,7 +36,7 @@ SETTINGS = {
 }
 QUICK: Result = {
     "kind": "bench-quick",
-    "settings": {**SETTINGS, "draft": None, "heads": "shortlist"},
+    "settings": {**SETTINGS, "draft": None, "heads": "full"},
     "summary": {
         "plain": {"over_plain": {"median": 1.0, "min": 1.0, "max": 1.0}},
         "dropmatch L=5": {
@@ -102,7 +102,7 @@ def test_a_table_is_written_between_its_marks_and_the_rest_stays(
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| dropmatch L=5 | 1.50x (1.00-2.00) | 1.50x (1.00-2.00) | 1.25x | 4.25 | 12.5% | 3 of 16 |" in text
-    assert "heads=shortlist" in text
+    assert "heads=full" in text
     assert "`dropmatch do --it d/e`" in text
     main([str(document)])
     assert document.read_text() == text

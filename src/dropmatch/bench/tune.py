@@ -60,7 +60,7 @@ from dropmatch.provenance import collect
 
 FORMS = {
     "sampled": ("dropmatch", ""),
-    "shortlist": ("dropmatch", "@heads=shortlist"),
+    "full": ("dropmatch", "@heads=full"),
     "expected": ("dropmatch-expected", ""),
 }
 _FEWEST_ITEMS = 6
@@ -514,8 +514,8 @@ def command_line(choice: Mapping[str, Any], described: Mapping[str, Any]) -> str
         words += ["--k", str(choice["k"]), "--p-drop", f"{choice['p_drop']:g}"]
         if choice["guard"]:
             words += ["--guard-prob", f"{choice['guard']:g}"]
-        if choice["form"] == "shortlist":
-            words += ["--heads", "shortlist"]
+        if choice["form"] == "full":
+            words += ["--heads", "full"]
     for name, default in defaults.items():
         if described.get(name, default) != default:
             words += [f"--{name.replace('_', '-')}", str(described[name])]

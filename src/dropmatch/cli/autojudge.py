@@ -53,7 +53,7 @@ def autojudge(
     repeats: Repeats = 1,
     speed_tokens: SpeedTokens = 128,
     k: o.NumPaths = 5,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_weights: o.DraftWeights = "own",
     seed: o.Seed = 0,
     restart: Annotated[bool, typer.Option("--restart", help="Take nothing over from an earlier run.")] = False,

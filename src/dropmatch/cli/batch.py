@@ -38,7 +38,7 @@ def batch(
     repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts at each size.")] = 1,
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,
     seed: o.Seed = 0,

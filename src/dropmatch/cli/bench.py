@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.runs import check_writable, parse_lengths
+from dropmatch.cli.runs import Output, check_writable, parse_lengths
 from dropmatch.errors import ConfigError
 
 bench_app = typer.Typer(help="Measurements side by side in one run, written to results files.", no_args_is_help=True)
@@ -23,7 +23,7 @@ def _group() -> None:
 @bench_app.command()
 def quick(
     data: Annotated[Path, typer.Option(help="Folder with gsm8k.jsonl and humaneval.jsonl.")],
-    output: Annotated[Path, typer.Option(help="Results file.")] = Path("results/bench_quick.json"),
+    output: Output = Path("results/bench_quick.json"),
     target: o.Target = "default",
     draft: o.Draft = None,
     num_gsm8k: Annotated[int, typer.Option(min=0, help="Prompts from gsm8k.jsonl.")] = 8,
@@ -32,7 +32,7 @@ def quick(
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "5,10",
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts and arms.")] = 1,
@@ -74,7 +74,7 @@ def quick(
 @bench_app.command()
 def heads(
     data: Annotated[Path, typer.Option(help="Folder with gsm8k.jsonl and humaneval.jsonl.")],
-    output: Annotated[Path, typer.Option(help="Results file.")] = Path("results/heads_shortlist.json"),
+    output: Output = Path("results/heads_shortlist.json"),
     target: o.Target = "default",
     draft: o.Draft = None,
     num_gsm8k: Annotated[int, typer.Option(min=0, help="Prompts from gsm8k.jsonl.")] = 8,

@@ -52,7 +52,7 @@ def bench_scaling(
     k: o.NumPaths = 5,
     draft_length: Annotated[int, typer.Option("--draft-length", "-L", min=1, help="... draft length.")] = 5,
     p_drop: o.PDrop = None,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_weights: o.DraftWeights = "own",
     max_new_tokens: o.MaxNewTokens = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Passes over all points.")] = 2,

@@ -56,7 +56,7 @@ def compare(
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
     judge: o.Judge = None,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,

@@ -21,7 +21,7 @@ def generate(
     guard_prob: o.GuardProb = 0.0,
     guard_ratio: o.GuardRatio = 0.0,
     judge: o.Judge = None,
-    heads: o.Heads = "full",
+    heads: o.Heads = "shortlist",
     draft_length: o.DraftLength = 5,
     draft_weights: o.DraftWeights = "own",
     min_confidence: o.MinConfidence = 0.0,

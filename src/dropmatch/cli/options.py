@@ -38,7 +38,9 @@ GuardRatio = Annotated[
     float, typer.Option(min=0, max=1, help="... or below this share of the target's best token (0: off).")
 ]
 DraftLength = Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Drafted tokens per round.")]
-Heads = Annotated[str, typer.Option(help="full, or shortlist: ask the dropout heads about likely tokens only.")]
+Heads = Annotated[
+    str, typer.Option(help="shortlist: ask the dropout heads about the 1,024 likeliest tokens; or full: about all.")
+]
 DraftWeights = Annotated[
     str,
     typer.Option(help="own; or, on a CPU, int4 (4-bit weights, for batch 1) or int8 (8-bit products, for batches)."),
@@ -94,7 +96,7 @@ def load_decoder(
     draft_length: int,
     dtype: str,
     device: str,
-    heads: str = "full",
+    heads: str = "shortlist",
     draft_weights: str = "own",
     min_confidence: float = 0.0,
     judge: Path | None = None,

@@ -48,7 +48,9 @@ def tune(
     strict: Annotated[
         bool, typer.Option(help="Recommend lossy settings only where the budget is proven to hold.")
     ] = False,
-    forms: Annotated[str, typer.Option(help="Of sampled, shortlist, expected (closed form).")] = "sampled,expected",
+    forms: Annotated[
+        str, typer.Option(help="Of sampled, full (sampled, heads over all tokens), expected (closed form).")
+    ] = "sampled,expected",
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "3,5,8,12",
     ks: Annotated[str, typer.Option(help="Numbers of dropout paths.")] = "5",
     p_drops: Annotated[str, typer.Option(help="Drop probabilities: numbers, auto, auto-expected.")] = "0.1,0.2,0.3",

@@ -372,7 +372,7 @@ def load_lm(
     rule: str = "dropmatch",
     k: int = 5,
     p_drop: PDrop | None = None,
-    heads: Heads = "full",
+    heads: Heads = "shortlist",
     guard_prob: float = 0.0,
     guard_ratio: float = 0.0,
     draft_length: int = 5,

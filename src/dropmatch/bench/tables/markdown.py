@@ -60,7 +60,7 @@ def pair(settings: Mapping[str, Any]) -> str:
 def options(settings: Mapping[str, Any]) -> str:
     """K, p_drop, and what is not as usual."""
     shown = [f"K={settings['k']}"] + ([f"p_drop={settings['p_drop']}"] if "p_drop" in settings else [])
-    for key, default in (("heads", "full"), ("draft_weights", "own"), ("min_confidence", 0.0)):
+    for key, default in (("heads", "shortlist"), ("draft_weights", "own"), ("min_confidence", 0.0)):
         if settings.get(key, default) not in (default, None):
             shown.append(f"{key}={settings[key]}")
     return ", ".join(shown)
