@@ -129,6 +129,18 @@ def test_int8_head_is_called_as_a_module(tiny: Callable[..., Any]) -> None:
     assert (head(hidden) - logits).abs().max() <= FLOAT64
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_rows_of_a_head_that_a_hook_changes_are_not_read(tiny: Callable[..., Any], kind: str) -> None:
+    """A shortlist would ask the dropout heads without the hook, and the plain head with it."""
+    model = tiny("llama")
+    assert HFHead(model).weight is not None
+    handle = getattr(model.get_output_embeddings(), f"register_{kind}_hook")(lambda *_: None)
+    try:
+        assert HFHead(model).weight is None
+    finally:
+        handle.remove()
+
+
 def test_a_head_without_parameters_is_called_where_the_hidden_states_lie(tiny: Callable[..., Any]) -> None:
     """Some quantised modules pack their weights out of sight."""
     model = tiny("llama", torch.float32)

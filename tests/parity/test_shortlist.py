@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from dropmatch.bench.heads import ComparingHead
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.core import head as head_module
 from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.head import HeadEnsemble, MCDropoutHead
+from dropmatch.core.head_rows import HeadRows
 from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.ops.divergence import log_probs
 from scripted import ScriptedModel, TableHead
@@ -63,6 +66,31 @@ def test_a_short_list_finds_the_same_tokens_and_nearly_the_same_divergences() ->
     assert listed.radius is not None
     assert ((listed.radius - full.radius).abs() / full.radius).median() < LITTLE_MASS
     assert ((listed.js_draft <= listed.radius) == (full.js_draft <= full.radius)).float().mean() >= 0.95
+
+
+@pytest.mark.parametrize("with_js", [True, False])
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, with_js: bool) -> None:
+    """Gathered rows of a hundred positions at once can need more memory than the model."""
+    head, hidden, keys, draft = make_case(4)
+    asking = MCDropoutHead(head, DropoutConfig(p_drop=0.1, heads="shortlist", shortlist_size=100))
+    given = draft if with_js else None
+    whole = asking.ask_shortlist(hidden, keys, head(hidden), given, with_js=with_js)
+    monkeypatch.setattr(head_module, "_BYTES_CAP", 7 * 4 * 100 * D)  # seven positions at a time
+    most: list[int] = []
+    ask = MCDropoutHead._ask_listed
+
+    def counting(self: MCDropoutHead, rows: HeadRows, hidden: Tensor, *rest: Any, **options: Any) -> HeadEnsemble:
+        most.append(len(hidden))
+        return ask(self, rows, hidden, *rest, **options)
+
+    monkeypatch.setattr(MCDropoutHead, "_ask_listed", counting)
+    parts = asking.ask_shortlist(hidden, keys, head(hidden), given, with_js=with_js)
+    assert most == [7] * 6 + [6]
+    assert asking.rows_asked == 2 * M
+    for name in ("tokens", "majority", "votes", "js_heads", "js_draft"):
+        one, other = getattr(whole, name), getattr(parts, name)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
 
 
 def test_a_comparison_gives_the_rank_of_the_least_likely_token_of_a_head() -> None:

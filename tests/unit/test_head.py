@@ -104,7 +104,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return _ask(_head(), hidden, process=lambda logits, index: logits + index[:, None, None], **options)
 
     whole = ask()
-    monkeypatch.setattr(head_module, "_LOGIT_BYTES_CAP", 4 * 4 * 5 * 16)  # four positions at a time
+    monkeypatch.setattr(head_module, "_BYTES_CAP", 4 * 4 * 5 * 16)  # four positions at a time
     blocks = ask()
     for name in ("tokens", "majority", "votes", "js_heads", "js_draft", "centroid_logits"):
         assert torch.equal(getattr(whole, name), getattr(blocks, name)), name

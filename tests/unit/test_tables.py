@@ -81,7 +81,8 @@ def test_a_file_that_was_extended_names_every_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/results.md", "docs/closed-form.md", "docs/speed.md", "docs/vllm.md"]
+    "name",
+    ["README.md", "docs/results.md", "docs/closed-form.md", "docs/speed.md", "docs/vllm.md", "docs/performance.md"],
 )
 def test_tables_in_the_documents_are_those_of_the_results_files(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -25,7 +25,8 @@ from dropmatch.ops.sampling import likeliest
 
 Tie = Literal["centroid", "path"]
 
-_LOGIT_BYTES_CAP = 256 * 2**20  # most bytes of float32 path logits held at once; more rows are done in blocks
+# most bytes of float32 logits, or of gathered rows of the head, held at once; more positions are done in blocks
+_BYTES_CAP = 256 * 2**20
 _SHORT = 4096  # logits of a row that take less time than the calls that work on them
 
 
@@ -129,7 +130,7 @@ class MCDropoutHead:
         self.rows_asked += M
         if masks is None:
             masks = dropout_masks(keys, K, d, self.p_drop)
-        block = max(1, _LOGIT_BYTES_CAP // (4 * K * self.head.vocab_size))
+        block = max(1, _BYTES_CAP // (4 * K * self.head.vocab_size))
         parts: list[HeadEnsemble] = []
         for start in range(0, M, block):
             index = torch.arange(start, min(start + block, M), device=hidden.device)
@@ -156,8 +157,34 @@ class MCDropoutHead:
         What lies behind the shortlist is one more token. Its mass under a path is the plain one times what dropout did
         to the mass of the shortlist's less likely half.
         """
-        self.rows_asked += len(hidden)
         rows = HeadRows.of(self.head)
+        self.rows_asked += len(hidden)
+        gathered = self.config.shortlist_size * hidden.shape[-1] * rows.weight.element_size()
+        block = max(1, _BYTES_CAP // max(4 * self.head.vocab_size, gathered))
+        parts = [
+            self._ask_listed(
+                rows,
+                hidden[start : start + block],
+                keys[start : start + block],
+                plain[start : start + block],
+                None if draft_logits is None else draft_logits[start : start + block],
+                with_js=with_js,
+            )
+            for start in range(0, len(hidden), block)
+        ]
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
+
+    def _ask_listed(
+        self,
+        rows: HeadRows,
+        hidden: Tensor,
+        keys: Tensor,
+        plain: Tensor,
+        draft_logits: Tensor | None,
+        *,
+        with_js: bool,
+    ) -> HeadEnsemble:
+        """`ask_shortlist` of a block of rows."""
         plain = plain.float()
         best, ids = likeliest(plain, self.config.shortlist_size)  # [M, S]
         masks = dropout_masks(keys, self.config.num_paths, hidden.shape[-1], self.p_drop)

@@ -53,7 +53,7 @@ class HeadRows:
         weight = getattr(head, "weight", None)
         softcap = getattr(head, "softcap", None)
         if not isinstance(weight, Tensor):
-            why = "its LM head gives no weight matrix (quantised, offloaded or split over devices)"
+            why = "its LM head gives no weight matrix (quantised, offloaded, hooked or split over devices)"
         elif not head.is_linear and softcap is None:
             why = "its LM head is not linear and names no soft-cap"
         else:

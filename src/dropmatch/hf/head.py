@@ -23,8 +23,8 @@ class HFHead:
     """hidden [..., d] -> logits [..., V], equal to what the model itself computes from the same hidden states.
 
     logits = softcap * tanh(scale * (weight @ hidden + bias) / softcap), without the tanh where softcap is None.
-    weight: [V, d], the model's own memory, or None where the module is not a plain linear layer (quantised, offloaded);
-    bias: [V] or None.
+    weight: [V, d], the model's own memory, or None where the module is not a plain linear layer (quantised, offloaded,
+    hooked); bias: [V] or None.
     is_linear: no soft-cap, so the logits of a mean of hidden states are the mean of their logits.
     """
 
@@ -77,8 +77,12 @@ def _scale(config: Any) -> float:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """True for a linear layer whose weight is an ordinary float tensor in memory."""
-    if type(module) not in (nn.Linear, NativeLinear, PackedLinear):
+    """True for a linear layer whose weight is an ordinary float tensor in memory, and whose output no hook changes."""
+    if (
+        type(module) not in (nn.Linear, NativeLinear, PackedLinear)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+    ):
         return False
     weight = module.weight
     return type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta
