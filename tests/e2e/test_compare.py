@@ -337,8 +337,7 @@ def test_files_of_older_versions_are_extended(
     shared = {
         name: value
         for name, value in result["settings"].items()
-        if name
-        not in ("data", "rules", "lengths", "arm_dropout", "batch", "items", "speed_items", "repeats", "speed_tokens")
+        if name not in ("data", "rules", "lengths", "arm_dropout", "batch", "items", *compare_module._SPEED_SETTINGS)
     }
     (record,) = (r for item, r in result["arms"]["lossless L=3"]["items"].items() if item.endswith("/1"))
     digest = prompt_digest(

@@ -27,7 +27,6 @@ Tie = Literal["centroid", "path"]
 
 # most bytes of float32 logits, or of gathered rows of the head, held at once; more positions are done in blocks
 _BYTES_CAP = 256 * 2**20
-_SHORT = 4096  # logits of a row that take less time than the calls that work on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +160,8 @@ class MCDropoutHead:
         self.rows_asked += len(hidden)
         gathered = self.config.shortlist_size * hidden.shape[-1] * rows.weight.element_size()
         block = max(1, _BYTES_CAP // max(4 * self.head.vocab_size, gathered))
+        if len(hidden) <= block:
+            return self._ask_listed(rows, hidden, keys, plain, draft_logits, with_js=with_js)
         parts = [
             self._ask_listed(
                 rows,
@@ -172,7 +173,7 @@ class MCDropoutHead:
             )
             for start in range(0, len(hidden), block)
         ]
-        return parts[0] if len(parts) == 1 else _concatenate(parts)
+        return _concatenate(parts)
 
     def _ask_listed(
         self,
@@ -207,18 +208,16 @@ class MCDropoutHead:
             if draft_logits is not None:
                 listed = log_probs_at(draft_logits, ids)
                 draft = _with_rest(listed, _log_rest(torch.zeros_like(behind), listed.logsumexp(-1)))
-            js_heads, js_draft = self._divergences(
-                _with_rest(paths, path_rest), _with_rest(centroid, centroid_rest), draft
-            )
+            log_c = log_probs(_with_rest(centroid, centroid_rest))
+            c = log_c.exp()
+            # few logits: less time goes into them than into the calls, so all paths at once
+            js_heads = js_from_log_probs(log_probs(_with_rest(paths, path_rest)), log_c[:, None], c[:, None])
+            js_heads = js_heads.zero_() if self.p_drop == 0.0 else js_heads
+            js_draft = None if draft is None else js_from_log_probs(draft, log_c, c)
         return HeadEnsemble(tokens, majority, votes, js_heads, js_draft, None)
 
     def _divergences(self, logits: Tensor, centroid: Tensor, draft: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Path by path where logits are long, and on a CPU row by row too, so that they stay in cache."""
-        if self.p_drop > 0.0 and logits.shape[-1] <= _SHORT:
-            log_c = log_probs(centroid)
-            c = log_c.exp()
-            js_heads = js_from_log_probs(log_probs(logits), log_c[:, None], c[:, None])
-            return js_heads, None if draft is None else js_from_log_probs(draft, log_c, c)
+        """Path by path, and on a CPU row by row too, so that one path's logits stay in cache."""
         if self.p_drop == 0.0:  # all paths are the plain head; rounding must not make a radius of them
             js_heads = torch.zeros(logits.shape[:2], device=logits.device)
         else:

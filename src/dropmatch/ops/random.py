@@ -41,8 +41,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     multipliers = multipliers.view(2, *ones)
     for r in range(_ROUNDS):
         # the product wraps in int64, but its low 64 bits, all that is used, are right
-        product = (even * multipliers).flip(0)
-        even = (product >> 32).bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(keys[r])
+        product = even.mul_(multipliers).flip(0)
+        torch.bitwise_right_shift(product, 32, out=even)
+        even.bitwise_and_(_MASK).bitwise_xor_(odd).bitwise_xor_(keys[r])
         odd = product.bitwise_and_(_MASK)
     return even[0], odd[0], even[1], odd[1]
 
