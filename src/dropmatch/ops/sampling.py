@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _NEG_INF = float("-inf")
-_BIN = 8  # of 4, 8 and 16 the fastest
+_BIN = 8  # 4 is as fast on a CPU, 16 and 32 are slower
 
 
 def most_likely(scores: Tensor) -> Tensor:
