@@ -368,6 +368,14 @@ def test_records_of_public_sets_are_known_by_their_fields(case: str, one: Callab
     assert item.prompt.startswith(prompt)
 
 
+def test_a_split_under_a_name_of_its_own_is_its_task(one: Callable[..., Item]) -> None:
+    item = one(GSM8K | {"id": "gsm8k/train/0", "task": "gsm8k_train"})
+    assert (item.id, item.task) == ("gsm8k/train/0", "gsm8k")
+    assert one(GSM8K | {"task": "gsm8k_train"}, task="gsm8k").task == "gsm8k"
+    with pytest.raises(DataError, match="Unknown task 'gsm8k_trian'"):
+        one(GSM8K | {"task": "gsm8k_trian"})
+
+
 def test_references_and_answers_of_public_sets_are_kept(one: Callable[..., Item]) -> None:
     assert one(SHAPES["GSM8K"][0]).record["answer"] == "1004"
     assert one(SHAPES["MBPP"][0]).record["entry_point"] == "f"

@@ -14,6 +14,7 @@ from typing import Any
 _Record = Mapping[str, Any]
 
 _SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
+_SPLITS = {"gsm8k_train": "gsm8k"}  # a split under a name of its own, and the task that words and scores it
 _HANGUL = re.compile(r"[\uac00-\ud7a3]")
 
 
@@ -21,7 +22,8 @@ def to_schema(record: _Record, number: int, task: str | None = None) -> dict[str
     """The record in the schema, or None if its fields fit no known shape. number: names records without an id;
     task: what questions in FastChat's form belong to, where their category does not tell."""
     if "id" in record and "task" in record:
-        return dict(record)
+        is_named = isinstance(record["task"], str)
+        return {**record, "task": _SPLITS.get(record["task"], record["task"])} if is_named else dict(record)
     for fields, convert in _SHAPES:
         if fields <= record.keys():
             return convert(record, number, task)
