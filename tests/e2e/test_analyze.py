@@ -498,6 +498,28 @@ def test_batch_sets_dropmatch_against_lossless_by_size(
     )
 
 
+def test_a_size_that_fits_only_at_first_is_left_out(
+    command: Command, pair: tiny.TinyPair, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, waves = batch._run, []
+
+    def run(decoder: Any, prompts: Any, params: Any, *rest: Any) -> Any:
+        waves.append(len(prompts))
+        if waves.count(2) > 4:  # two warm-ups and the first wave of both
+            raise torch.OutOfMemoryError
+        return real(decoder, prompts, params, *rest)
+
+    monkeypatch.setattr(batch, "_run", run)
+    done = command("bench", "batch", "--data", data, "--target", pair.target, "--draft", pair.draft, "-n", "4",
+                   "--batches", "1,2,4", "-L", "2", "--p-drop", "0.1", "--output", tmp_path / "b.json")  # fmt: skip
+    assert done.code == 0, done.err
+    result = _read(tmp_path / "b.json")
+    assert [row["batch"] for row in result["summary"]] == [1]
+    assert result["settings"]["out_of_memory_at"] == 2
+    assert [run["batch"] for run in result["runs"]].count(2) == 2
+    assert 4 not in waves
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

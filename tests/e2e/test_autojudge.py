@@ -163,6 +163,8 @@ def test_prompts_can_be_added_to_labels_and_none_are_lost(
     [
         (("--features", "TT"), "Unknown features 'TT'"),
         (("--label-share", "0"), "label_share"),
+        (("--validation", "1.5"), "validation=1.5 is out of range"),
+        (("--seed", "4294967296"), "seed=4294967296 is out of range"),
         (("--draft", "ngram"), "A judge is trained for a draft model"),
         (("--num", "9"), "has 8 items"),
         (("--num", "1"), "Labels of 1 prompts cannot be split"),
@@ -351,6 +353,58 @@ def test_prompts_that_the_judge_learned_from_are_refused(
     error = command(*arguments, code=2)
     assert "gsm8k/test/0 was among the prompts" in error
     assert "--start-gsm8k" in error
+
+
+def test_prompts_are_known_again_by_their_text(command: Command, trained: Path, data: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    renamed, other = tmp_path / "renamed.jsonl", tmp_path / "other.jsonl"
+    renamed.write_text("".join(json.dumps(line | {"id": f"gsm8k/{i}"}) + "\n" for i, line in enumerate(lines)))
+    other.write_text("".join(json.dumps(line | {"prompt": f"{line['prompt']}, then"}) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="gsm8k/0 was among the prompts"):
+        autojudge_module.make_part("gsm8k", load_items(renamed), "renamed.jsonl", trained)
+    autojudge_module.make_part("gsm8k", load_items(other), "other.jsonl", trained)
+    info = judge_info(trained)
+    del info["prompts"]  # as earlier versions wrote it
+    save_judge(load_judge(trained), tmp_path / "old", {k: v for k, v in info.items() if k in ("items", "tasks")})
+    with pytest.raises(ConfigError, match="gsm8k/test/0 was among the prompts"):
+        autojudge_module.make_part("gsm8k", load_items(other), "other.jsonl", tmp_path / "old")
+
+
+def test_two_files_that_share_ids_are_refused(command: Command, data: Path, tmp_path: Path) -> None:
+    error = command("train", "judge", "--data", data, "--data", data, "-o", tmp_path, code=2)
+    assert "'gsm8k/test/0' is taken already" in error
+
+
+def test_labels_of_other_weights_are_not_taken_up(
+    command: Command, trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = trained / "labels.json"
+    arguments = ("train", "judge", "--data", data, "-o", tmp_path / "again", "--labels", labels, *SMALL)
+    digests = {"target_digest": "other", "draft_digest": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "weights_of", lambda decoder: digests)
+        assert "labels of another target_digest" in command(*arguments, code=2)
+    monkeypatch.setattr(training, "_mine", lambda *_: pytest.fail("mined again"))
+    earlier = json.loads(labels.read_text())
+    for name in digests:
+        del earlier["settings"][name]
+    old = tmp_path / "labels.json"
+    old.write_text(json.dumps(earlier))
+    command(*arguments[:6], "--labels", old, *SMALL)
+
+
+def test_other_draft_weights_than_the_judges_are_noted(
+    command: Command, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = judge_info(trained)
+    facts = {name: info[name] for name in ("target", "draft", "tasks", "items", "prompts")}
+    save_judge(load_judge(trained), tmp_path / "int8", {**facts, "draft_weights": "int8"})
+    new, output = questions(tmp_path / "new.jsonl", range(20, 22)), tmp_path / "o"
+    said: list[str] = []
+    monkeypatch.setattr("dropmatch.cli.autojudge.typer.secho", lambda text, **_: said.append(text))
+    command("bench", "autojudge", "--judge", tmp_path / "int8", "--gsm8k", new, "--num-gsm8k", "2", "-o", output,
+            "--speed-items", "0", "-n", "4", "--thresholds", "q0.2", "--window", "4")  # fmt: skip
+    assert any("--draft-weights int8, and reads those of own here" in text for text in said)
 
 
 @pytest.mark.parametrize(

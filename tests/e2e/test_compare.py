@@ -12,12 +12,12 @@ import pytest
 import tiny
 from dropmatch.bench import answers, timings
 from dropmatch.bench import compare as compare_module
-from dropmatch.bench.settings import NEWER
+from dropmatch.bench.settings import NEWER, CompareSettings
 from dropmatch.bench.tables import table
 from dropmatch.bench.takeover import prompt_digest
 from dropmatch.cli import main
 from dropmatch.cli import options as command_options
-from dropmatch.errors import DataError
+from dropmatch.errors import ConfigError, DataError
 from tabled import column, tables
 
 
@@ -426,6 +426,8 @@ def test_timings_of_other_settings_or_prompts_are_not_taken_over(
 def test_transformers_generate_is_timed_beside_them(
     monkeypatch: pytest.MonkeyPatch, pair: tiny.TinyPair, data: Path, tmp_path: Path
 ) -> None:
+    with pytest.raises(ConfigError, match="speed_items=0 times nothing"):
+        CompareSettings(with_generate=True)
     output = tmp_path / "compare.json"
     options = ("--lengths", "3", "--num", "2", "--speed-items", "2", "--speed-tokens", "8", "--repeats", "2")
     result = run(monkeypatch, pair, data, output, *options)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dropmatch.config import DropoutConfig, EngineConfig, SamplingParams
+from dropmatch.core import head as head_module
 from dropmatch.core.acceptance import AnyOf, JSDivergence, Judge, MajorityMatch, RuleOptions, TargetMatch, make_rule
 from dropmatch.core.engine import SpeculativeEngine
 from dropmatch.core.flat import FlatJudge
@@ -354,7 +355,7 @@ def test_the_union_keeps_what_either_part_keeps() -> None:
     assert bool((both & ~b).any())
 
 
-def test_the_veto_drops_exactly_the_judged_tokens_that_the_centroid_ranks_low() -> None:
+def test_the_veto_drops_exactly_the_judged_tokens_that_the_centroid_ranks_low(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [make_row(prompt) for prompt in PROMPTS]
     drafter = _drafter()
     drafter.add_rows(rows, None)
@@ -374,6 +375,8 @@ def test_the_veto_drops_exactly_the_judged_tokens_that_the_centroid_ranks_low() 
     assert dropped
     assert torch.equal(free == int(Reason.EXACT), vetoed == int(Reason.EXACT))
     assert torch.equal(Judge(judge_head(D), 0.6, veto=V).judge(v, ask), free)
+    monkeypatch.setattr(head_module, "_BYTES_CAP", 1)  # one position at a time
+    assert torch.equal(Judge(judge_head(D), 0.6, veto=2).judge(v, ask), vetoed)
 
 
 @pytest.mark.parametrize("head", [judge_head(D), judge_head(2 * D, draft_size=D)], ids=["DT", "DD-DT"])

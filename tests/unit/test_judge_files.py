@@ -198,6 +198,23 @@ def test_a_pickle_is_never_opened(tmp_path: Path, name: str) -> None:
         assert f"dropmatch train convert-judge {name} FOLDER" in str(error.value)
 
 
+@pytest.mark.parametrize("content", ["cut", "member", "array"])
+def test_a_damaged_archive_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "judge.npz"
+    np.savez_compressed(path, **_exported(judge_head(SIZE)))
+    data = bytearray(path.read_bytes())
+    if content == "array":
+        np.save(path.with_suffix(".npy"), np.zeros(3))
+        data = bytearray(path.with_suffix(".npy").read_bytes())
+    elif content == "cut":
+        del data[-30:]
+    else:
+        data[60:90] = bytes(30)
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"judge\.npz cannot be read as \.npz"):
+        load_judge(path)
+
+
 def test_an_archive_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     path, sprung = tmp_path / "judge.npz", tmp_path / "sprung"
     np.savez(path, **{**_exported(judge_head(SIZE)), "mean": np.array([_Trap(sprung)], dtype=object)})

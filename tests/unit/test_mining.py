@@ -251,6 +251,21 @@ def test_answers_stay_below_the_longest_row() -> None:
         assert len(mined.response) <= 11
 
 
+def test_harmless_exchanges_at_the_end_do_not_outgrow_the_longest_row() -> None:
+    class Limited(ScriptedModel):
+        def forward(self, tokens: torch.Tensor, ancestors: torch.Tensor | None = None) -> ModelOutput:
+            assert all(length < 14 for length in self.lengths), "a token behind the last position"
+            return super().forward(tokens, ancestors)
+
+    class Lenient(LastGrader):
+        def same(self, key: str, reference: object, other: object) -> bool:
+            return True
+
+    made = miner(Limited(V, seed=1), ScriptedModel(V, seed=1, noise=2.0), Lenient(), max_length=14, draft_length=0)
+    every = list(made.run(PROMPTS))
+    assert max(len(mined.prompt.ids) + len(mined.response) for mined in every) == 15  # the last one is not read
+
+
 def test_a_run_that_is_given_up_leaves_the_target_empty() -> None:
     target = ScriptedModel(V, seed=1)
     run = miner(target, ScriptedModel(V, seed=1, noise=0.5), LastGrader(), batch=3).run(PROMPTS)

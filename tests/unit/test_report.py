@@ -433,6 +433,23 @@ def test_the_terminal_shows_the_tables_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_transformers_generate_has_a_column_where_it_was_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    result = comparison()
+    for row in result["summary"]:
+        row["over_generate"] = {"median": 3.25, "min": 3.0, "max": 3.5}
+    output = tmp_path / "r.html"
+    assert command(monkeypatch, str(write(tmp_path / "r.json", result)), "--terminal", "-o", str(output)) == 0
+    page, said = output.read_text(), capsys.readouterr().out
+    assert "over generate" in said
+    assert "3.25" in said
+    assert "over generate" in page
+    assert "3.25" in page
+    assert command(monkeypatch, str(write(tmp_path / "r.json", comparison())), "--terminal", "-o", str(output)) == 0
+    assert "over generate" not in output.read_text() + capsys.readouterr().out
+
+
 def test_square_brackets_in_names_are_no_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

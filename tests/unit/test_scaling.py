@@ -235,6 +235,7 @@ def test_drafts_without_a_model_cost_no_weights(scaling: Command, tmp_path: Path
     ("arguments", "message"),
     [
         (("--contexts", "8,x"), "--contexts='8,x' is not allowed"),
+        (("--dtype", "bfloat16", "--draft-weights", "int4"), "or leave this axis out: --vocabularies none"),
         (("--vocabularies", "400"), "A vocabulary of 400 was asked for; the target has 320 tokens"),
         (("--redraw",), "Name their folder with --plots"),
         (("--plots", "p", "--format", "gif"), "Format 'gif' is not allowed"),

@@ -22,6 +22,7 @@ from dropmatch.bench.comparison import read_finished
 from dropmatch.bench.journal import describe_difference
 from dropmatch.bench.results import write_result
 from dropmatch.bench.settings import NEWER, CompareSettings, shared_settings
+from dropmatch.bench.takeover import prompt_digest
 from dropmatch.bench.tasks import Item
 from dropmatch.config import DropoutConfig
 from dropmatch.core.acceptance import RuleOptions
@@ -72,8 +73,9 @@ class Part:
 def make_part(name: str, items: Sequence[Item], data: str, judge: Path) -> Part:
     """A part with its judge loaded. Raises ConfigError if prompts that it was trained on are among the items."""
     part = Part(name, items, data, judge, load_judge(judge))
-    seen = set(part.info.get("items", ()))
-    leak = next((item.id for item in items if item.id in seen), None)
+    names, texts = set(part.info.get("items", ())), part.info.get("prompts")
+    seen = [item.id in names if texts is None else prompt_digest(item.turns) in texts for item in items]
+    leak = next((item.id for item, is_seen in zip(items, seen, strict=True) if is_seen), None)
     if leak is not None:
         raise ConfigError(
             f"{leak} was among the prompts that the judge {judge} was trained on. Evaluate on others: --start-{name}."
@@ -184,6 +186,7 @@ def _judge_facts(part: Part) -> dict[str, Any]:
     info = part.info
     return {
         "trained_for": [info.get("target"), info.get("draft")],
+        "draft_weights": info.get("draft_weights"),
         "name": part.head.name,
         "digest": part.head.digest,
         "features": part.head.features,

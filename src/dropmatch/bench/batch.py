@@ -120,11 +120,12 @@ def run_batch(
                     continue
                 journal.add({"batch": batch, "repeat": repeat, "wave": wave, "arm": arm, **entry})
                 meter.advance(note=f"batch {batch}")
+        runs = [entry for entry in journal.entries if "arm" in entry]
         result = {
             "kind": "bench-batch",
             "settings": {**written, "out_of_memory_at": full},
-            "summary": batch_rows([e for e in journal.entries if "arm" in e], rule),
-            "runs": [e for e in journal.entries if "arm" in e],
+            "summary": batch_rows([e for e in runs if full is None or e["batch"] < full], rule),
+            "runs": runs,
             "provenance": provenance,
         }
         write_result(result, output)

@@ -114,6 +114,7 @@ def run_eagle3(
         "other_rule": bench.other_rule,
         "k": decoder.dropout.num_paths,
         "p_drop": decoder.dropout.p_drop,
+        "heads": decoder.dropout.heads,
         "dtype": str(decoder.target.dtype),
         "items": [item.id for item in items],
         "other_items": [item.id for item in other_items],

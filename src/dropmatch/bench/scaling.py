@@ -8,6 +8,8 @@ point has timings from different minutes. Prompts are run once and kept, since t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +34,7 @@ from dropmatch.errors import ConfigError
 from dropmatch.hf.calibration import PROBE_TEXT
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.prefilled import PrefilledModel, Prompts
-from dropmatch.hf.trimmed import trimmed
+from dropmatch.hf.trimmed import rows_of, trimmed
 from dropmatch.hf.weights import body_bytes, head_bytes
 from dropmatch.provenance import collect
 
@@ -120,6 +122,7 @@ def run_scaling(
         "dtype": str(decoder.target.dtype),
         "vocabulary": decoder.target.vocab_size,
         "text": "built in" if text is None else "given",
+        "text_digest": bench.digest,
     }
     bandwidth = read_bandwidth(decoder.target.device, num_bytes=bandwidth_bytes)
     with Journal(output, written, restart=restart) as journal:
@@ -178,12 +181,17 @@ class _Bench:
             raise ConfigError("The text is empty. Give one with at least a word.")
         needed = context + batch  # each row of a batch begins one token later, so that no two hold the same
         self._ids = (ids * (needed // len(ids) + 1))[:needed]
+        self.digest = hashlib.sha256(json.dumps(self._ids).encode()).hexdigest()[:16]
         self._prompts = {"target": Prompts(), "draft": Prompts()}
         self._cut: dict[int, tuple[HFModel, HFModel | None]] = {}
         own = decoder.drafter
         self._draft = own.model if isinstance(own, DraftModelDrafter) and isinstance(own.model, HFModel) else None
         if self._draft is None and not isinstance(own, NgramDrafter):
             raise ConfigError("Scaling is measured with a draft model or n-grams. Name another drafter with --draft.")
+        if any(size < decoder.target.vocab_size for size in ladder.values.get("vocabulary", ())):
+            for model in (decoder.target, self._draft):
+                if model is not None:
+                    rows_of(model.head)  # minutes before it would be cut
         for model, name in ((decoder.target, "target"), (self._draft, "draft")):
             if model is not None:  # the longest first: it stands for all that are shorter
                 PrefilledModel(model, self._prompts[name]).add_rows([self._ids[:context]])

@@ -13,6 +13,7 @@ from dropmatch.api import Decoder
 from dropmatch.bench.arms import ArmSpec
 from dropmatch.drafters.draft_model import DraftModelDrafter
 from dropmatch.eagle3.drafter import Eagle3Drafter
+from dropmatch.errors import ConfigError
 from dropmatch.hf.model import HFModel
 from dropmatch.provenance import weights_digest
 
@@ -36,6 +37,10 @@ class CompareSettings:
     speed_tokens: int = 128
     with_generate: bool = False
     strips: int = 4
+
+    def __post_init__(self) -> None:
+        if self.with_generate and not self.speed_items:
+            raise ConfigError("generate is timed beside the rules, and speed_items=0 times nothing. Give 1 or more.")
 
 
 def seed_of(arm: ArmSpec, settings: CompareSettings) -> int:

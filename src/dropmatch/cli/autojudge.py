@@ -129,6 +129,13 @@ def autojudge(
                 f"The judge of {name} was trained for {trained_for[0]} and {trained_for[1]}, by other names than these."
             )
             typer.secho(note, err=True)
+        own = facts["judge"]["draft_weights"]
+        if facts["judge"]["features"] == "DD-DT" and own not in (None, draft_weights):
+            note = (
+                f"The judge of {name} learned from states of a draft model with --draft-weights {own}, and reads those "
+                f"of {draft_weights} here."
+            )
+            typer.secho(note, err=True)
     print(
         json.dumps({"output": str(output / "autojudge.json"), "table8": result["table8"], "table9": result["table9"]})
     )

@@ -54,6 +54,7 @@ def bench_eagle3(
     speed_tokens: SpeedTokens = 128,
     k: o.NumPaths = 5,
     p_drop: o.PDrop = None,
+    heads: o.Heads = "shortlist",
     seed: o.Seed = 0,
     restart: Restart = False,
     dtype: o.DType = "auto",
@@ -82,6 +83,7 @@ def bench_eagle3(
         draft_length=levels[0],
         dtype=dtype,
         device=device,
+        heads=heads,
         tree_tokens=tree_tokens,
         tree_top_k=tree_top_k,
     )

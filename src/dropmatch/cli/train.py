@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dropmatch.cli import options as o
-from dropmatch.cli.runs import check_writable, file_names, stoppable
+from dropmatch.cli.runs import check_writable, file_names, load_prompts, stoppable
 from dropmatch.errors import ConfigError
 
 train_app = typer.Typer(help="Train what a target needs, on text that it writes itself.", no_args_is_help=True)
@@ -154,7 +154,6 @@ def judge(
     """Train a judge: find out which deviations of the draft model change the target's answers, and fit a head to that.
 
     A run that is stopped goes on where it was when the same command is given again. Evaluate on other prompts."""
-    from dropmatch.bench.tasks import load_items
     from dropmatch.config import check_choice
     from dropmatch.core.judge import FEATURES
     from dropmatch.judge.fitting import require_scikit_learn
@@ -169,7 +168,7 @@ def judge(
     labels = labels or output / "labels.json"
     for path in (output / "judge.json", labels):
         check_writable(path)
-    items = [item for source in data for item in load_items(source, num, start=start)]
+    items = load_prompts(data, num, start)
     decoder = o.load_decoder(
         target,
         draft,

@@ -97,6 +97,11 @@ class MCDropoutHead:
         """Logits of each path (Eq. 2-3). hidden: [M, d]; masks: [M, K, d] True = kept. Returns [M, K, V]."""
         return self.head(self._dropped(hidden, masks))
 
+    @property
+    def block(self) -> int:
+        """Positions whose path logits are held at once."""
+        return max(1, _BYTES_CAP // (4 * self.config.num_paths * self.head.vocab_size))
+
     def _dropped(self, hidden: Tensor, masks: Tensor) -> Tensor:
         """Each path's input of the head (Eq. 2). hidden: [M, d]; masks: [M, K, d]. Returns [M, K, d]."""
         return hidden[:, None, :] * (masks * (1.0 / (1.0 - self.p_drop))).to(hidden.dtype)
@@ -127,13 +132,11 @@ class MCDropoutHead:
         M, d = hidden.shape
         K = self.config.num_paths
         self.rows_asked += M
-        if masks is None:
-            masks = dropout_masks(keys, K, d, self.p_drop)
-        block = max(1, _BYTES_CAP // (4 * K * self.head.vocab_size))
         parts: list[HeadEnsemble] = []
-        for start in range(0, M, block):
-            index = torch.arange(start, min(start + block, M), device=hidden.device)
-            logits = self.path_logits(hidden[index], masks[index])  # [m, K, V]
+        for start in range(0, M, self.block):
+            index = torch.arange(start, min(start + self.block, M), device=hidden.device)
+            own = dropout_masks(keys[index], K, d, self.p_drop) if masks is None else masks[index]
+            logits = self.path_logits(hidden[index], own)  # [m, K, V]
             if process is not None:
                 logits = process(logits, index)
             tokens = pick(logits, index)

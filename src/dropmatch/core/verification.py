@@ -277,9 +277,14 @@ class Verification:
         """How many tokens the heads' centroid puts above the drafted one at (b, n) [M]. Returns [M]. Asks the heads
         anew, since an ensemble keeps no logits."""
         node = self.parent[b, n]
-        logits = self.head.keyed_logits(self.hidden[b, node], self._mask_keys(b, node))  # [M, K, V]
-        centroid = self._process(logits, b * self.tree.tokens.shape[1] + node).float().mean(1)
-        return (centroid > centroid.gather(-1, self.tree.tokens[b, n][:, None])).sum(-1)
+        ranks = []
+        for start in range(0, max(1, len(b)), self.head.block):
+            some = slice(start, start + self.head.block)
+            row, parent = b[some], node[some]
+            logits = self.head.keyed_logits(self.hidden[row, parent], self._mask_keys(row, parent))  # [m, K, V]
+            centroid = self._process(logits, row * self.tree.tokens.shape[1] + parent).float().mean(1)
+            ranks.append((centroid > centroid.gather(-1, self.tree.tokens[row, n[some]][:, None])).sum(-1))
+        return torch.cat(ranks)
 
     def plain_at(self, node: Tensor) -> Tensor:
         """The undropped target's own token behind `node` [B]. Returns [B]."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
+from dropmatch.core.interfaces import LMHead
 from dropmatch.errors import ConfigError
 from dropmatch.hf.fast_linears import made_like
 from dropmatch.hf.head import HFHead
 from dropmatch.hf.model import HFModel
+
+
+def rows_of(head: LMHead) -> Tensor:
+    """The rows that a smaller vocabulary would be cut from. Raises ConfigError where the head shows none."""
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ConfigError(
+            "A smaller vocabulary needs the LM head's rows, and this one shows none (quantised or offloaded). Load "
+            "the models in bfloat16 or float32 with --draft-weights own, or leave this axis out: --vocabularies none."
+        )
+    return weight
 
 
 class TrimmedHead(HFHead):
@@ -16,19 +28,15 @@ class TrimmedHead(HFHead):
     def __init__(self, model: HFModel, vocab_size: int) -> None:
         """Raises ConfigError where the head shows no rows, or has fewer of them."""
         super().__init__(model.model)
-        if self.weight is None:
-            raise ConfigError(
-                "A smaller vocabulary needs the LM head's rows, and this one shows none (quantised or offloaded). Load "
-                "the models in bfloat16 or float32, with draft weights as they are."
-            )
+        weight = rows_of(self)
         if not 1 <= vocab_size <= self.vocab_size:
             raise ConfigError(f"A vocabulary of {vocab_size} was asked for; the model has {self.vocab_size} tokens.")
-        linear = nn.Linear(self.weight.shape[1], vocab_size, bias=self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.weight[:vocab_size], requires_grad=False)
+        linear = nn.Linear(weight.shape[1], vocab_size, bias=self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight[:vocab_size], requires_grad=False)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias[:vocab_size], requires_grad=False)
         self._module = made_like(self._module, linear)
-        self.weight = self.weight[:vocab_size]
+        self.weight = weight[:vocab_size]
         self.bias = None if self.bias is None else self.bias[:vocab_size]
         self.vocab_size = vocab_size
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,9 +177,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_npz(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise IntegrityError(f"{path} cannot be read as .npz without pickled objects ({error}).") from error
 
 

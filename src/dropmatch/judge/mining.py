@@ -139,6 +139,11 @@ class Miner:
             )
         return room
 
+    def _can_read(self, prompt: MiningPrompt, position: int) -> bool:
+        """Whether a row may hold a token at this index of the answer. Each harmless exchange at the end of an answer
+        that was cut off lets the next one be a token longer."""
+        return self._max_length is None or len(prompt.ids) + position < self._max_length
+
     def _admit(self, waiting: deque[MiningPrompt]) -> None:
         new = [waiting.popleft() for _ in range(min(len(waiting), self.batch - len(self._works)))]
         if not new:
@@ -264,7 +269,7 @@ class Miner:
         swap = work.scanner.mismatch(mined.response, start)
         while swap is not None and not self._is_asked(mined.prompt.key, swap[0]):
             swap = work.scanner.mismatch(mined.response, swap[0] + 1)
-        if swap is None:
+        if swap is None or not self._can_read(mined.prompt, swap[0]):
             work.is_done, work.scanner = True, None
             return
         b = self._works.index(work)

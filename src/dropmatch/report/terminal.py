@@ -78,7 +78,8 @@ def _text(task: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _speed(task: str, rows: list[dict[str, Any]]) -> Table:
-    columns = ("tokens/s", "over plain", "over lossless", "head and rule / target")
+    beside = any(row.get("over_generate") for row in rows)
+    columns = ("tokens/s", *["over generate"] * beside, "over plain", "over lossless", "head and rule / target")
     table = _table(f"{task}, speed at batch 1", *columns)
     for row in rows:
         if row["tokens_per_second"] is None:
@@ -86,6 +87,7 @@ def _speed(task: str, rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             escape(row["arm"]),
             f"{row['tokens_per_second']:.2f}",
+            *[spread(row.get("over_generate"))] * beside,
             spread(row["over_plain"]),
             spread(row["over_lossless"]),
             number(row["judge_over_target"], ".1%"),

@@ -20,6 +20,8 @@ from dropmatch.api import Decoder
 from dropmatch.bench.journal import Journal
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import with_lines, write_whole
+from dropmatch.bench.settings import NEWER, weights_of
+from dropmatch.bench.takeover import prompt_digest
 from dropmatch.bench.tasks import Item, Score, score_all
 from dropmatch.bench.tasks.numbers import same_number
 from dropmatch.drafters.draft_model import DraftModelDrafter
@@ -61,6 +63,14 @@ class FitSettings:
     validation: float = 0.1
     seed: int = 52
     refit: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.validation < 1.0:
+            raise ConfigError(
+                f"validation={self.validation!r} is out of range. Give a share between 0 and 1, such as 0.1."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed!r} is out of range. Give a whole number from 0 to 2**32 - 1.")
 
 
 class TaskGrader:
@@ -125,6 +135,7 @@ def train_judge(
         "data": list(data),
         "tasks": sorted({item.task for item in items}),
         "items": [one.prompt.key for one in mined],
+        "prompts": [prompt_digest(item.turns) for item in items],
         "split_seed": fit.seed,
         **report,
         "mining": {
@@ -176,10 +187,11 @@ def mine_labels(
         "dtype": str(decoder.target.dtype),
         "max_new_tokens": settings.max_new_tokens,
         "label_share": settings.label_share,
+        **weights_of(decoder),
     }
     prompts = {item.id: _prompt(decoder, item, settings) for item in items}
     old = {} if restart else _read_labels(output, same)
-    with Journal(output, same, restart=restart) as journal:
+    with Journal(output, same, restart=restart, newer=NEWER) as journal:
         entries = {**old, **{entry["item"]: entry for entry in journal.entries}}
         done = {key: one for key, prompt in prompts.items() if (one := _mined(entries.get(key), prompt)) is not None}
         waiting = [prompt for key, prompt in prompts.items() if key not in done]
@@ -281,7 +293,8 @@ def _read_labels(path: Path, same: Mapping[str, Any]) -> dict[str, Any]:
         held, entries = result["settings"], {entry["item"]: entry for entry in result["items"]}
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged ({error!r}). Mine again with --restart.") from error
-    other = next((name for name in settings if held.get(name) != settings[name]), None)
+    known = (name for name in settings if name in held or name not in NEWER)
+    other = next((name for name in known if held.get(name) != settings[name]), None)
     if other is not None:
         raise ConfigError(
             f"{path} holds labels of another {other} ({held.get(other)!r}, and now {settings[other]!r}). "
