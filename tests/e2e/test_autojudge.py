@@ -99,6 +99,8 @@ def test_a_trained_judge_says_how_it_came_to_be(trained: Path, data: Path) -> No
     assert 0.0 <= info["auc"] <= 1.0
     assert info["training"]["labels"] + info["validation"]["labels"] == info["mining"]["rollouts"]
     assert info["validation"]["prompts"] == 3
+    references = [entry["reference"] for entry in json.loads((trained / "labels.json").read_text())["items"]]
+    assert info["mining"]["answers_cut_off"] == sum(len(reference) == 24 for reference in references)
     assert set(info["validation"]["prompt_ids"]) < set(info["items"])
     assert info["provenance"]["command"].startswith("dropmatch train judge")
     assert not (trained / "labels.json.journal").exists()

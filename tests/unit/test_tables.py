@@ -751,7 +751,7 @@ def test_thresholds_stand_above_the_papers(autojudge: Result, tmp_path: Path) ->
     text = shown(autojudge, tmp_path, "paper-8")
     (shown_table,) = tables(text)
     assert column(shown_table, "threshold") == [
-        *("none, L=8", "none, L=32", "0.1250 (q0.2)", "0.6000", "paper: none, L=8", "paper: none, L=32"),
+        *("none, L=8", "none, L=32", "0.12 (q0.2)", "0.6", "paper: none, L=8", "paper: none, L=32"),
         *(f"paper: {threshold}" for threshold in ("0.014", "0.022", "0.112", "0.281")),
     ]
     interval = "(5.25-5.75)"

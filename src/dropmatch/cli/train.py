@@ -205,6 +205,10 @@ def _print_judge(output: Path, info: dict[str, Any]) -> None:
         kept, important = (f"{point[name]:.0%}" for name in ("kept", "important_kept"))
         table.add_row(point["quantile"], f"{point['threshold']:.4f}", kept, important)
     Console(stderr=True).print(table)
+    cut, count = info["mining"]["answers_cut_off"], len(info["items"])
+    if cut:
+        note = f"{cut} of {count} answers were cut off, and compared as far as they got. Allow longer ones with -n."
+        typer.secho(note, err=True)
     sides = {side: {key: info[side][key] for key in ("prompts", "labels", "important")} for side in
              ("training", "validation")}  # fmt: skip
     print(json.dumps({"output": str(output), "C": info["C"], "auc": info["auc"], **sides, "mining": info["mining"]}))

@@ -144,6 +144,7 @@ def train_judge(
             "rollouts": sum(one.rollouts for one in mined),
             "generated": sum(one.generated for one in mined),
             "answer_tokens": sum(len(one.reference) for one in mined),
+            "answers_cut_off": sum(len(one.reference) >= one.prompt.max_new_tokens for one in mined),
         },
         "provenance": provenance,
     }

@@ -160,7 +160,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 def _threshold(row: Mapping[str, Any]) -> str:
     if row["threshold"] is None:
         return ""
-    return f"{row['threshold']:.4f}" + (f" ({row['quantile']})" if row["quantile"] else "")
+    return f"{row['threshold']:.2g}" + (f" ({row['quantile']})" if row["quantile"] else "")
 
 
 def _run(result: Result, part: str) -> str:
