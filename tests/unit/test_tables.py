@@ -777,7 +777,7 @@ def test_curves_run_by_tau(autojudge: Result, tmp_path: Path) -> None:
     assert list(dict.fromkeys(column(shown_table, "method"))) == [
         *("lossless", "dropmatch p=0.2", "dropmatch p=0.3", "judge", "dropmatch+judge p=0.2", "dropmatch+judge p=0.3"),
     ]
-    assert column(shown_table, "threshold")[-2:] == ["0.1250 (q0.2)", "0.6000"]
+    assert column(shown_table, "threshold")[-2:] == ["0.12 (q0.2)", "0.6"]
     assert column(shown_table, "tau")[-1] == "12.00 (5.25-5.75)"
     assert "a kind it never saw" in text
     assert "timed" not in text
