@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_asked_for_is_named(tmp_path: Path, monkeypatch:
     """As one that its user may not enter: even whether the file exists raises."""
     monkeypatch.setenv("DROPMATCH_CACHE", str(tmp_path / ("long" * 100)))
     with pytest.raises(loader.NativeUnavailableError, match="cannot be compiled into"):
-        loader._compiled(loader._compiler())
+        loader._compiled(loader._compiler(), [])
 
 
 @needs_kernels
@@ -323,7 +323,7 @@ def test_loading_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patched:
             patched.setattr(torch, "get_num_threads", ask_in_a_new_thread_too)
             patched.setattr(torch, "set_num_threads", lambda count: pytest.fail("this sets all new threads' number"))
-            loader._open(loader._compiled(loader._compiler()))
+            loader._open(loader._compiled(loader._compiler(), []))
         assert ask() == 3
     finally:
         torch.set_num_threads(before)

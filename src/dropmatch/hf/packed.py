@@ -42,6 +42,7 @@ def can_pack(module: nn.Module) -> bool:
         and module.weight.dtype == torch.bfloat16
         and module.weight.device.type == "cpu"
         and torch._C._has_mkldnn
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else the reordering raises, as with AVX2 alone
     )
 
 

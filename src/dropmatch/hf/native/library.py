@@ -23,6 +23,7 @@ from dropmatch.provenance import cache_dir
 
 VARIABLE = "DROPMATCH_NATIVE"
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_READ = ("kernels.cpp", "avx512.h", "avx2.h")
 _FLAGS = [
     "-O3",
     "-std=c++17",
@@ -30,8 +31,10 @@ _FLAGS = [
     "-fPIC",
     "-fopenmp",
     "-fno-math-errno",
-    *(f"-m{feature}" for feature in ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")),
+    "-mavx2",
+    "-mfma",
 ]
+_AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
 _COMPILE_SECONDS = 120
 _POINTER, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _SIGNATURES = {
@@ -63,7 +66,7 @@ def why_unavailable() -> str | None:
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         _check_machine()
-        return _open(_compiled(_compiler())), None
+        return _open(_compiled(_compiler(), _FLAGS + (_AVX512_FLAGS if has_avx512() else []))), None
     except NativeUnavailableError as error:
         return None, str(error)
 
@@ -73,8 +76,13 @@ def _check_machine() -> None:
         raise NativeUnavailableError(f"{VARIABLE} turns them off")
     if sys.platform != "linux" or platform.machine() not in {"x86_64", "AMD64"}:
         raise NativeUnavailableError("they are for Linux on x86-64")
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not torch.cpu._is_vnni_supported():
-        raise NativeUnavailableError("this CPU has no AVX-512 with VNNI")
+    if not has_avx512() and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        raise NativeUnavailableError("this CPU has no AVX2")
+
+
+def has_avx512() -> bool:
+    """Whether this CPU has AVX-512 with VNNI, and torch has not been told to leave it alone (ATEN_CPU_CAPABILITY)."""
+    return "AVX512" in torch.backends.cpu.get_cpu_capability() and torch.cpu._is_vnni_supported()
 
 
 def _compiler() -> str:
@@ -84,16 +92,17 @@ def _compiler() -> str:
     raise NativeUnavailableError("there is no C++ compiler (install g++, or set CXX)")
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: str, flags: list[str]) -> Path:
     """The shared library in the cache folder, compiled if it is not there."""
-    command = [compiler, *_FLAGS]
+    command = [compiler, *flags]
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(f"{compiler} does not run: {error}") from error
     folder = cache_dir() / "native"
     try:
-        key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), " ".join(command).encode(), version.stdout]))
+        sources = [_SOURCE.with_name(name).read_bytes() for name in _READ]
+        key = hashlib.sha256(b"\0".join([*sources, " ".join(command).encode(), version.stdout]))
         path = folder / f"kernels-{key.hexdigest()[:16]}.so"
         if path.exists():
             return path
