@@ -410,22 +410,27 @@ def test_bad_bench_options_are_refused_before_anything_is_measured(
     assert "measuring" not in done.err
 
 
-HELP_SECONDS = 0.5
+HELP_OVER_TYPER = 2.5  # times what any program of Typer's takes to start; importing torch alone takes longer
+
+
+def timed(*arguments: str) -> tuple[float, str]:
+    """Seconds that Python takes, and what it prints."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=True)
+    return time.perf_counter() - started, done.stdout
 
 
 def test_help_is_quick_and_names_all_commands() -> None:
-    times = []
-    for _ in range(5):  # the fastest of some, since other processes share the machine
-        started = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "dropmatch.cli", "--help"], capture_output=True, text=True, timeout=60, check=True
-        )
-        times.append(time.perf_counter() - started)
-        if times[-1] < HELP_SECONDS:
+    ratios = []
+    for _ in range(5):  # the best of some, since other processes share the machine
+        base, _ = timed("-c", "import typer, typer.rich_utils")
+        seconds, said = timed("-m", "dropmatch.cli", "--help")
+        ratios.append(seconds / base)
+        if ratios[-1] < HELP_OVER_TYPER:
             break
-    assert min(times) < HELP_SECONDS
+    assert min(ratios) < HELP_OVER_TYPER
     for name in ("generate", "demo", "selfcheck", "fetch", "bench", "lm-eval", "llm-judge"):
-        assert name in done.stdout
+        assert name in said
 
 
 @pytest.mark.parametrize(

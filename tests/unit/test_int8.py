@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dropmatch.errors import UnsupportedModelError
-from dropmatch.hf.int8 import Int8Linear, quantize_int8
+from dropmatch.hf.int8 import Int8Linear, SlowWeightsWarning, quantize_int8
 
 EIGHT_BITS = 0.012  # 255 steps over the range of normal numbers: each factor is off by about 0.5% of its norm
 
@@ -62,3 +64,13 @@ def test_every_linear_layer_is_replaced_and_gives_up_its_memory() -> None:
 def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="must be on a CPU"):
         quantize_int8(nn.Sequential(nn.Linear(128, 192, device="meta")))
+
+
+@pytest.mark.parametrize("has_vnni", [True, False])
+def test_a_cpu_that_is_slow_at_it_is_told_of(monkeypatch: pytest.MonkeyPatch, has_vnni: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quantize_int8(nn.Sequential(make_linear()))
+    assert [warning.category for warning in seen] == ([] if has_vnni else [SlowWeightsWarning])
+    assert all("draft_weights=" in str(warning.message) for warning in seen)

@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_asked_for_is_named(tmp_path: Path, monkeypatch:
     """As one that its user may not enter: even whether the file exists raises."""
     monkeypatch.setenv("DROPMATCH_CACHE", str(tmp_path / ("long" * 100)))
     with pytest.raises(loader.NativeUnavailableError, match="cannot be compiled into"):
-        loader._compiled(loader._compiler(), [])
+        loader._compiled(loader._compiler())
 
 
 @needs_kernels
@@ -323,7 +323,7 @@ def test_loading_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as patched:
             patched.setattr(torch, "get_num_threads", ask_in_a_new_thread_too)
             patched.setattr(torch, "set_num_threads", lambda count: pytest.fail("this sets all new threads' number"))
-            loader._open(loader._compiled(loader._compiler(), []))
+            loader._open(loader._compiled(loader._compiler()))
         assert ask() == 3
     finally:
         torch.set_num_threads(before)
@@ -337,3 +337,30 @@ def test_one_compilation_serves_the_next_process(tmp_path: Path) -> None:
     before = made.stat().st_mtime_ns
     assert run(ASK, DROPMATCH_CACHE=str(tmp_path)).stdout.strip() == "False None"
     assert made.stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(not loader.has_avx512(), reason="this CPU has no AVX-512, so the other tests ran with AVX2")
+@needs_kernels
+def test_the_kernels_for_avx2_pass_too_where_there_is_avx512(pytestconfig: pytest.Config) -> None:
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", __file__, "-k", "not avx512"]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(
+        tests, capture_output=True, text=True, env=environment, cwd=pytestconfig.rootpath, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_each_width_has_a_library_of_its_own(tmp_path: Path) -> None:
+    """A cache folder that two machines share must not give one the other's."""
+    ask = "; print(torch.backends.cpu.get_cpu_capability())"
+    for capability in ("avx2", "default"):
+        done = run("import torch; " + ASK + ask, DROPMATCH_CACHE=str(tmp_path), ATEN_CPU_CAPABILITY=capability)
+        if "no C++ compiler" in done.stdout or "they are for Linux" in done.stdout:
+            pytest.skip(done.stdout)
+        assert done.stdout.splitlines() == (
+            ["False None", "AVX2"] if capability == "avx2" else ["True this CPU has no AVX2", "DEFAULT"]
+        )
+    if loader.has_avx512():
+        assert run(ASK, DROPMATCH_CACHE=str(tmp_path)).stdout.strip() == "False None"
+    assert len(list((tmp_path / "native").iterdir())) == (2 if loader.has_avx512() else 1)

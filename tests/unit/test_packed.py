@@ -11,9 +11,13 @@ from dropmatch.hf.head import HFHead
 from dropmatch.hf.model import HFModel
 from dropmatch.hf.packed import PackedLinear, can_pack, pack_linears
 
+needs_packing = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU"
+)
 ROUNDING = 0.01  # relative: bfloat16 sums in another order
 
 
+@needs_packing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (70, 64)])
 def test_a_packed_layer_gives_the_product_of_the_original(bias: bool, shape: tuple[int, ...]) -> None:
@@ -25,13 +29,19 @@ def test_a_packed_layer_gives_the_product_of_the_original(bias: bool, shape: tup
     assert (got - expected).norm() <= ROUNDING * expected.norm()
 
 
-def test_only_bfloat16_layers_on_a_cpu_are_packed() -> None:
-    assert can_pack(nn.Linear(8, 8).bfloat16())
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_only_bfloat16_layers_on_a_cpu_that_has_it_are_packed(
+    monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool
+) -> None:
+    """With AVX2 alone the packing itself raises."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    assert can_pack(nn.Linear(8, 8).bfloat16()) == has_bfloat16
     assert not can_pack(nn.Linear(8, 8))
     assert not can_pack(nn.Linear(8, 8, device="meta").bfloat16())
     assert not can_pack(nn.Embedding(8, 8).bfloat16())
 
 
+@needs_packing
 def test_a_packed_model_decodes_like_the_original_and_its_head_stays_readable() -> None:
     model = tiny.target().bfloat16()
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -49,6 +59,7 @@ def test_a_packed_model_decodes_like_the_original_and_its_head_stays_readable() 
     assert HFModel(model).vocab_size == 320  # and the load probe passes
 
 
+@needs_packing
 def test_weights_that_nobody_reads_by_row_are_not_held_twice() -> None:
     model = tiny.target().bfloat16()
     pack_linears(model)

@@ -24,7 +24,7 @@ from dropmatch.bench.side_by_side import rotated
 from dropmatch.errors import ConfigError
 from dropmatch.hf.int4 import Int4Linear
 from dropmatch.hf.loading import load_model
-from dropmatch.hf.native import MOST_INT4_ROWS, NativeLinear, fits_native, why_unavailable
+from dropmatch.hf.native import MOST_INT4_ROWS, NativeLinear, fits_native, is_plain, why_unavailable
 from dropmatch.hf.packed import PackedLinear, can_pack
 from dropmatch.hf.pairs import PAIRS, ensure_pair
 from dropmatch.provenance import collect
@@ -66,18 +66,17 @@ def run_linears(model: str, *, rows: Sequence[int], repeats: int, output: Path) 
 
 
 def _layers(model: Any, name: str) -> list[nn.Linear]:
-    layers = [m for m in model.modules() if type(m) is nn.Linear and can_pack(m)]
+    layers = [m for m in model.modules() if type(m) is nn.Linear and is_plain(m.weight)]
     if not layers:
         raise ConfigError(f"{name} has no bfloat16 linear layers on a CPU, and nothing else is multiplied here.")
     return layers
 
 
 def _ways(layers: Sequence[nn.Linear]) -> dict[str, list[nn.Module]]:
-    """By way, a layer for each. Ours are there only where every layer fits."""
-    ways: dict[str, list[nn.Module]] = {
-        TORCH: list(layers),
-        PACKED: [PackedLinear(layer, keep_weight=True) for layer in layers],
-    }
+    """By way, a layer for each. oneDNN's packed layers and ours are there only where every layer fits."""
+    ways: dict[str, list[nn.Module]] = {TORCH: list(layers)}
+    if all(map(can_pack, layers)):
+        ways[PACKED] = [PackedLinear(layer, keep_weight=True) for layer in layers]
     is_native = all(map(fits_native, layers))
     if is_native:
         ways[NATIVE] = [NativeLinear(layer) for layer in layers]
@@ -91,7 +90,8 @@ def _ways(layers: Sequence[nn.Linear]) -> dict[str, list[nn.Module]]:
 def _measure(
     ways: dict[str, list[nn.Module]], layers: Sequence[nn.Linear], count: int, repeats: int, meter: ProgressMeter
 ) -> dict[str, Any]:
-    """Milliseconds of each way, and how many times as fast as packed weights it is, by repeats side by side."""
+    """Milliseconds of each way, and how many times as fast as packed weights it is (or, where the CPU cannot pack, as
+    torch), by repeats side by side."""
     torch.manual_seed(0)
     inputs = {width: torch.randn(count, width).bfloat16() for width in {layer.in_features for layer in layers}}
     here = {name: way for name, way in ways.items() if count <= MOST_INT4_ROWS or not name.startswith("int4")}
@@ -102,10 +102,11 @@ def _measure(
         for name in rotated(list(here), repeat):
             seconds[name].append(_seconds(here[name], inputs))
         meter.advance()
+    base, ratio = (PACKED, "over_packed") if PACKED in ways else (TORCH, "over_torch")
     by_way = {
         name: {
             "ms_median": 1e3 * statistics.median(values),
-            "over_packed": spread_of([packed / own for packed, own in zip(seconds[PACKED], values, strict=True)]),
+            ratio: spread_of([theirs / own for theirs, own in zip(seconds[base], values, strict=True)]),
         }
         for name, values in seconds.items()
     }
@@ -119,15 +120,20 @@ def _seconds(way: Sequence[Callable[[Tensor], Tensor]], inputs: dict[int, Tensor
     return time.perf_counter() - started
 
 
+def over_base(way: dict[str, Any]) -> dict[str, float]:
+    """How many times as fast a way is as the one that all are compared with in its file."""
+    return way["over_packed"] if "over_packed" in way else way["over_torch"]
+
+
 def print_linears(result: dict[str, Any]) -> None:
-    """One row for each number of tokens, one column for each way: milliseconds, and over packed weights."""
+    """One row for each number of tokens, one column for each way: milliseconds, and over the base."""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row["ways"]))
     table = Table(title=f"linear layers of {result['settings']['model']}, floor {result['floor_ms']:.0f} ms")
     for title in ("tokens", *names):
         table.add_column(title, justify="right")
     for row in result["rows"]:
         cells = [
-            f"{way['ms_median']:.1f} ms, {spread(way['over_packed'])}" if (way := row["ways"].get(name)) else ""
+            f"{way['ms_median']:.1f} ms, {spread(over_base(way))}" if (way := row["ways"].get(name)) else ""
             for name in names
         ]
         table.add_row(str(row["tokens"]), *cells)

@@ -6,6 +6,8 @@ data set, no calibration. Whatever a drafter proposes, the acceptance rule guard
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,10 @@ from dropmatch.errors import UnsupportedModelError
 from dropmatch.hf.linears import replace_linears
 
 _LARGEST = 127
+
+
+class SlowWeightsWarning(UserWarning):
+    """Weights in a format that this CPU multiplies slower than the model's own."""
 
 
 class Int8Linear(nn.Module):
@@ -56,8 +62,16 @@ def _round(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int8(model: nn.Module) -> int:
     """Replace a model's linear layers, its LM head included, by Int8Linear in place. Returns how many.
 
-    Raises UnsupportedModelError if no layer fits: the model must be on the CPU.
+    Raises UnsupportedModelError if no layer fits: the model must be on the CPU. Warns (SlowWeightsWarning) on a CPU
+    without VNNI.
     """
+    if not torch.cpu._is_vnni_supported():
+        warnings.warn(
+            "This CPU has no VNNI, and torch multiplies 8-bit weights many times slower than its own without it. The "
+            'draft model keeps its proposals, but not its speed: use draft_weights="own", or "int4" for single prompts.',
+            SlowWeightsWarning,
+            stacklevel=4,
+        )
     count = replace_linears(model, Int8Linear.fits, Int8Linear)
     if not count:
         raise UnsupportedModelError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dropmatch.bench.figures import number, spread
+from dropmatch.bench.linears import over_base
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import Named, block, grid, machine, made_by, options, pair, percent
 
@@ -96,18 +97,20 @@ def linears(named: Named) -> str:
         [
             str(row["tokens"]),
             *(
-                f"{way['ms_median']:.0f} ms, {spread(way['over_packed'])}" if (way := row["ways"].get(title)) else ""
+                f"{way['ms_median']:.0f} ms, {spread(over_base(way))}" if (way := row["ways"].get(title)) else ""
                 for title in ways
             ),
         ]
         for row in result["rows"]
     ]
+    is_packed = any("over_packed" in way for row in result["rows"] for way in row["ways"].values())
+    base = "packed weights" if is_packed else "torch (oneDNN packs no bfloat16 on this CPU)"
     without = f" Ours are missing: {settings['not_native']}." if settings["not_native"] else ""
     return block(
         grid(["tokens", *ways], rows),
         f"All {settings['layers']} linear layers of `{settings['model']}` one after the other, LM head included "
         f"({settings['weights'] / 1e9:.2f} billion weights, bfloat16 unless a column says int4), without what stands "
-        "between them: median milliseconds and, times packed weights, median (minimum-maximum) of "
+        f"between them: median milliseconds and, times {base}, median (minimum-maximum) of "
         f"{settings['repeats']} repeats side by side. Reading the weights once takes at least {result['floor_ms']:.0f} "
         f"ms at {result['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s, as measured; {machine(result)}.{without} "
         f"{made_by(result, name)}",

@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp with the machine's own compiler, once, and loads it.
+"""Compiles kernels.cpp with the machine's own compiler for its own CPU, once, and loads it.
 
 A fast path only: whoever finds no library here multiplies with torch's own kernels. Plain C functions through ctypes
 rather than a torch extension: those compile in a second instead of forty, and need no headers of torch.
@@ -66,7 +66,7 @@ def why_unavailable() -> str | None:
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         _check_machine()
-        return _open(_compiled(_compiler(), _FLAGS + (_AVX512_FLAGS if has_avx512() else []))), None
+        return _open(_compiled(_compiler())), None
     except NativeUnavailableError as error:
         return None, str(error)
 
@@ -92,9 +92,9 @@ def _compiler() -> str:
     raise NativeUnavailableError("there is no C++ compiler (install g++, or set CXX)")
 
 
-def _compiled(compiler: str, flags: list[str]) -> Path:
+def _compiled(compiler: str) -> Path:
     """The shared library in the cache folder, compiled if it is not there."""
-    command = [compiler, *flags]
+    command = [compiler, *_FLAGS, *(_AVX512_FLAGS if has_avx512() else [])]
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
