@@ -67,8 +67,8 @@ def quantize_int8(model: nn.Module) -> int:
     """
     if not torch.cpu._is_vnni_supported():
         warnings.warn(
-            "This CPU has no VNNI, and torch multiplies 8-bit weights many times slower than its own without it. The "
-            'draft model keeps its proposals, but not its speed: use draft_weights="own", or "int4" for single prompts.',
+            "This CPU has no VNNI, and torch multiplies 8-bit weights many times slower than its own without it. "
+            'Drafting will be slow: use draft_weights="own", or "int4" for single prompts.',
             SlowWeightsWarning,
             stacklevel=4,
         )
