@@ -118,6 +118,30 @@ def test_other_features_are_fitted_to_the_same_labels(
     assert json.loads(out.splitlines()[-1])["mining"] == judge_info(trained)["mining"]
 
 
+def test_wrong_answers_can_be_left_out_of_what_is_learned(
+    command: Command, trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = trained / "labels.json"
+    right = {f"gsm8k/test/{i}" for i in (0, 1, 3, 4, 6, 7)}
+
+    def grade(self: object, answers: list[tuple[str, str]]) -> list[Score]:
+        return [Score(key in right, text) for key, text in answers]
+
+    monkeypatch.setattr(training.TaskGrader, "grade", grade)
+    arguments = ("train", "judge", "--data", data, "-o", tmp_path, "--labels", labels, "--right-only", "-n", "24")
+    command(*arguments, "--folds", "2")
+    info = judge_info(tmp_path)
+    entries = json.loads(labels.read_text())["items"]
+    assert info["right_only"]
+    assert info["folds"] == 2
+    assert info["training"]["labels"] == sum(len(entry["labels"]) for entry in entries if entry["item"] in right)
+    assert set(info["validation"]["prompt_ids"]) == {e["item"] for e in entries if e["item"] in right and e["labels"]}
+    assert len(info["items"]) == 8  # wrong ones too were seen, and must not be evaluated on
+
+    monkeypatch.setattr(training.TaskGrader, "grade", lambda self, answers: [Score(False, "1") for _ in answers])
+    assert "answered none of 8 prompts rightly" in command(*arguments, code=2)
+
+
 def test_stopped_mining_goes_on_where_it_was(
     command: Command, trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +194,7 @@ def test_prompts_can_be_added_to_labels_and_none_are_lost(
         (("--draft", "ngram"), "A judge is trained for a draft model"),
         (("--num", "9"), "has 8 items"),
         (("--num", "1"), "Labels of 1 prompts cannot be split"),
+        (("--folds", "9"), "cannot be dealt into 9 folds"),
     ],
 )
 def test_bad_options_of_training_are_named(

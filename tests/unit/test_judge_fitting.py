@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dropmatch.errors import ConfigError
-from dropmatch.judge.fitting import GRID, NUM_THRESHOLDS, fit_judge, split_prompts
+from dropmatch.judge.fitting import GRID, NUM_THRESHOLDS, deal_prompts, fit_judge, split_prompts
 
 pytest.importorskip("sklearn")
 
@@ -129,3 +129,38 @@ def test_a_missing_scikit_learn_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match=r"pip install 'dropmatch\[judge-training\]'"):
         fit_judge(*_labels(), kind="DT")
+
+
+def test_folds_judge_every_label_by_heads_that_did_not_see_its_prompt() -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+    from sklearn.preprocessing import StandardScaler
+
+    x, y, prompts = _labels(12, 10)
+    head, report = fit_judge(x, y, prompts, kind="DT", folds=3, grid=(0.01, 1.0))
+    parts = deal_prompts(prompts, 3, 52)
+    assert [len(part) for part in parts] == [4, 4, 4]
+    assert frozenset().union(*parts) == set(prompts)
+    aucs = []
+    for C in (0.01, 1.0):
+        p = np.zeros(len(y))
+        for part in parts:
+            held = np.array([prompt in part for prompt in prompts])
+            scaler = StandardScaler().fit(x[~held].astype(float))
+            model = LogisticRegression(C=C, max_iter=1000).fit(
+                scaler.transform(x[~held].astype(float)), np.array(y)[~held]
+            )
+            p[held] = model.predict_proba(scaler.transform(x[held].astype(float)))[:, 1]
+        aucs.append(roc_auc_score(y, p))
+        if report["C"] == C:
+            assert head.thresholds == pytest.approx(np.quantile(p, np.linspace(0, 1, NUM_THRESHOLDS)).tolist())
+    assert [entry["auc"] for entry in report["grid"]] == pytest.approx(aucs)
+    assert report["auc"] == pytest.approx(max(aucs))
+    assert report["training"] == {"prompts": 12, "labels": 120, "important": sum(y)}
+    assert report["validation"]["labels"] == 120
+    assert torch.equal(head.mean, torch.as_tensor(x.astype(float).mean(0)))  # the head itself saw them all
+
+
+def test_more_folds_than_prompts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 prompts cannot be dealt into 4 folds"):
+        fit_judge(*_labels(3, 10), kind="DT", folds=4)

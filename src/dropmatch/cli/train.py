@@ -144,6 +144,12 @@ def judge(
     draft_length: Annotated[int, typer.Option("--draft-length", "-L", min=0, help="Old tokens tried at once.")] = 6,
     label_share: Annotated[float, typer.Option(help="Share of the mismatches that are asked about.")] = 1.0,
     validation: Annotated[float, typer.Option(help="Share of the prompts kept apart.")] = 0.1,
+    folds: Annotated[
+        int, typer.Option(min=1, help="Keep each of so many parts apart once, instead of one share of the prompts.")
+    ] = 1,
+    right_only: Annotated[
+        bool, typer.Option("--right-only", help="Learn only from prompts that the target itself answers rightly.")
+    ] = False,
     refit: Annotated[bool, typer.Option("--refit", help="Fit the chosen strength to all labels at the end.")] = False,
     draft_weights: o.DraftWeights = "own",
     seed: Annotated[int, typer.Option(min=0, help="Shuffles the split.")] = 52,
@@ -164,7 +170,9 @@ def judge(
     mining = MiningSettings(
         max_new_tokens=max_new_tokens, batch=batch, draft_length=draft_length, label_share=label_share
     )
-    fit = FitSettings(features=features, validation=validation, seed=seed, refit=refit)
+    fit = FitSettings(
+        features=features, validation=validation, seed=seed, refit=refit, folds=folds, right_only=right_only
+    )
     labels = labels or output / "labels.json"
     for path in (output / "judge.json", labels):
         check_writable(path)

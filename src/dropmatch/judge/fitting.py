@@ -39,6 +39,7 @@ def fit_judge(
     seed: int = 52,
     grid: Sequence[float] = GRID,
     refit: bool = False,
+    folds: int = 1,
     name: str = "judge",
 ) -> tuple[JudgeHead, dict[str, Any]]:
     """A head and how it was found. features: [M, D]; is_important: [M]; prompts: [M], which prompt a label is of.
@@ -46,43 +47,51 @@ def fit_judge(
     The prompts are split with `seed`, `validation` of them kept apart; of the grid the strength with the largest area
     under the ROC curve there is taken, the weakest model of a tie. Thresholds are 26 even quantiles of what that head
     says of the validation labels. refit: fit the chosen strength to all labels afterwards; the thresholds stay.
+
+    folds: 2 or more deal the prompts into so many parts instead, each kept apart once: area and thresholds come from
+    what heads of the other parts say of every label, and the head is fitted to all. Better where prompts are few.
     Raises ConfigError where one side of the split lacks one of the two kinds of labels.
     """
     require_scikit_learn()
     from sklearn.metrics import roc_auc_score
 
     x, y = np.asarray(features, np.float64), np.asarray(is_important, bool)
-    held_out = split_prompts(prompts, validation, seed)
-    is_held = np.array([prompt in held_out for prompt in prompts])
-    for side, chosen in (("training", ~is_held), ("validation", is_held)):
+    parts = [split_prompts(prompts, validation, seed)] if folds < 2 else deal_prompts(prompts, folds, seed)
+    splits = [np.array([prompt in part for prompt in prompts]) for part in parts]
+    is_held = np.logical_or.reduce(splits)
+    for side, chosen in [*(("training", ~held) for held in splits), ("validation", is_held)]:
         if not 0 < y[chosen].sum() < chosen.sum():
             raise ConfigError(
                 f"Of the {int(chosen.sum())} {side} labels {int(y[chosen].sum())} are important; a judge needs both "
                 "kinds on either side. Mine more prompts, or keep more of them apart with --validation."
             )
     tried = []
-    best: tuple[float, JudgeHead, NDArray[np.float64]] | None = None
+    best: tuple[float, float, JudgeHead, NDArray[np.float64]] | None = None
     for C in grid:
-        head, converged = _fit(x[~is_held], y[~is_held], C, kind, draft_size, name)
-        p = head.probability(torch.as_tensor(x[is_held])).numpy()
-        auc = float(roc_auc_score(y[is_held], p))
+        p, converged = np.full(len(y), np.nan), True
+        for held in splits:
+            head, this_converged = _fit(x[~held], y[~held], C, kind, draft_size, name)
+            p[held] = head.probability(torch.as_tensor(x[held])).numpy()
+            converged &= this_converged
+        auc = float(roc_auc_score(y[is_held], p[is_held]))
         tried.append({"C": C, "auc": auc, "converged": converged})
         if best is None or auc > best[0]:
-            best = (auc, head, p)
-            chosen_strength = C
+            best = (auc, C, head, p[is_held])
     assert best is not None
-    auc, head, p = best
+    auc, chosen_strength, head, seen = best
+    refit = refit or folds > 1
     if refit:
         head, _ = _fit(x, y, chosen_strength, kind, draft_size, name)
-    thresholds = even_quantiles(p.tolist(), NUM_THRESHOLDS)
+    thresholds = even_quantiles(seen.tolist(), NUM_THRESHOLDS)
     report = {
         "C": chosen_strength,
         "auc": auc,
         "refit": refit,
+        "folds": max(folds, 1),
         "grid": tried,
-        "training": _counts(prompts, y, ~is_held),
-        "validation": {**_counts(prompts, y, is_held), "prompt_ids": sorted(held_out)},
-        "operating_points": _operating_points(thresholds, p, y[is_held]),
+        "training": _counts(prompts, y, ~is_held if folds < 2 else is_held),
+        "validation": {**_counts(prompts, y, is_held), "prompt_ids": sorted(frozenset().union(*parts))},
+        "operating_points": _operating_points(thresholds, seen, y[is_held]),
     }
     made = JudgeHead(
         mean=head.mean,
@@ -95,6 +104,15 @@ def fit_judge(
         name=name,
     )
     return made, report
+
+
+def deal_prompts(prompts: Sequence[str], folds: int, seed: int) -> list[frozenset[str]]:
+    """The distinct prompts, shuffled with the seed and dealt into parts as equal as can be. folds: at least 2."""
+    distinct = sorted(set(prompts))
+    if len(distinct) < folds:
+        raise ConfigError(f"Labels of {len(distinct)} prompts cannot be dealt into {folds} folds. Mine more prompts.")
+    order = np.random.RandomState(seed).permutation(len(distinct))
+    return [frozenset(distinct[i] for i in order[part::folds]) for part in range(folds)]
 
 
 def split_prompts(prompts: Sequence[str], validation: float, seed: int) -> frozenset[str]:
