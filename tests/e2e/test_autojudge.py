@@ -121,21 +121,26 @@ def test_other_features_are_fitted_to_the_same_labels(
 def test_wrong_answers_can_be_left_out_of_what_is_learned(
     command: Command, trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    labels = trained / "labels.json"
+    held = json.loads((trained / "labels.json").read_text())
+    for entry in held["items"][:5]:
+        entry["reference"] = entry["reference"][:-1]  # as if it had ended; all answers of this pair are cut off
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps(held))
     right = {f"gsm8k/test/{i}" for i in (0, 1, 3, 4, 6, 7)}
+    kept = [entry for entry in held["items"] if entry["item"] in right and len(entry["reference"]) < 24]
+    assert 2 <= len(kept) < len(right)
 
     def grade(self: object, answers: list[tuple[str, str]]) -> list[Score]:
         return [Score(key in right, text) for key, text in answers]
 
     monkeypatch.setattr(training.TaskGrader, "grade", grade)
-    arguments = ("train", "judge", "--data", data, "-o", tmp_path, "--labels", labels, "--right-only", "-n", "24")
+    arguments = ("train", "judge", "--data", data, "-o", tmp_path, "--right-only", "-n", "24")
     command(*arguments, "--folds", "2")
     info = judge_info(tmp_path)
-    entries = json.loads(labels.read_text())["items"]
     assert info["right_only"]
     assert info["folds"] == 2
-    assert info["training"]["labels"] == sum(len(entry["labels"]) for entry in entries if entry["item"] in right)
-    assert set(info["validation"]["prompt_ids"]) == {e["item"] for e in entries if e["item"] in right and e["labels"]}
+    assert info["training"]["labels"] == sum(len(entry["labels"]) for entry in kept)
+    assert set(info["validation"]["prompt_ids"]) == {entry["item"] for entry in kept if entry["labels"]}
     assert len(info["items"]) == 8  # wrong ones too were seen, and must not be evaluated on
 
     monkeypatch.setattr(training.TaskGrader, "grade", lambda self, answers: [Score(False, "1") for _ in answers])

@@ -421,14 +421,12 @@ def timed(*arguments: str) -> tuple[float, str]:
 
 
 def test_help_is_quick_and_names_all_commands() -> None:
-    ratios = []
-    for _ in range(5):  # the best of some, since other processes share the machine
-        base, _ = timed("-c", "import typer, typer.rich_utils")
+    bases, times = [], []
+    for _ in range(5):  # the fastest of some, since other processes share the machine
+        bases.append(timed("-c", "import typer, typer.rich_utils")[0])
         seconds, said = timed("-m", "dropmatch.cli", "--help")
-        ratios.append(seconds / base)
-        if ratios[-1] < HELP_OVER_TYPER:
-            break
-    assert min(ratios) < HELP_OVER_TYPER
+        times.append(seconds)
+    assert min(times) < HELP_OVER_TYPER * min(bases)
     for name in ("generate", "demo", "selfcheck", "fetch", "bench", "lm-eval", "llm-judge"):
         assert name in said
 

@@ -68,7 +68,9 @@ def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
 
 @pytest.mark.parametrize("has_vnni", [True, False])
 def test_a_cpu_that_is_slow_at_it_is_told_of(monkeypatch: pytest.MonkeyPatch, has_vnni: bool) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx_vnni": has_vnni})
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         quantize_int8(nn.Sequential(make_linear()))

@@ -151,7 +151,12 @@ def test_folds_judge_every_label_by_heads_that_did_not_see_its_prompt() -> None:
                 scaler.transform(x[~held].astype(float)), np.array(y)[~held]
             )
             p[held] = model.predict_proba(scaler.transform(x[held].astype(float)))[:, 1]
-        aucs.append(roc_auc_score(y, p))
+        of_folds = []
+        for part in parts:
+            held = np.array([prompt in part for prompt in prompts])
+            important = np.array(y)[held]
+            of_folds.append((roc_auc_score(important, p[held]), important.sum() * (~important).sum()))
+        aucs.append(sum(area * pairs for area, pairs in of_folds) / sum(pairs for _, pairs in of_folds))
         if report["C"] == C:
             assert head.thresholds == pytest.approx(np.quantile(p, np.linspace(0, 1, NUM_THRESHOLDS)).tolist())
     assert [entry["auc"] for entry in report["grid"]] == pytest.approx(aucs)
@@ -159,6 +164,23 @@ def test_folds_judge_every_label_by_heads_that_did_not_see_its_prompt() -> None:
     assert report["training"] == {"prompts": 12, "labels": 120, "important": sum(y)}
     assert report["validation"]["labels"] == 120
     assert torch.equal(head.mean, torch.as_tensor(x.astype(float).mean(0)))  # the head itself saw them all
+
+
+def test_a_head_that_knows_nothing_has_half_the_area_by_folds() -> None:
+    """Pooled over folds it has less: where many labels are important, the other folds' base rate is low."""
+    generator = np.random.default_rng(3)
+    prompts = [f"p{i // 30}" for i in range(240)]
+    y = [(i // 30) % 2 == 0 if i % 10 else (i // 30) % 2 == 1 for i in range(240)]  # 90% or 10% of a prompt's
+    x = generator.normal(size=(240, SIZE)).astype(np.float32)
+    _, report = fit_judge(x, y, prompts, kind="DT", folds=8, grid=(1e-7,))
+    assert report["auc"] == pytest.approx(0.5, abs=0.12)
+
+
+def test_folds_without_labels_of_both_kinds_are_refused() -> None:
+    x, _, prompts = _labels(4, 10)
+    y = [prompt in ("p0", "p1") for prompt in prompts]
+    with pytest.raises(ConfigError, match=r"In none of 4 folds.*other --folds"):
+        fit_judge(x, y, prompts, kind="DT", folds=4)
 
 
 def test_more_folds_than_prompts_are_refused() -> None:

@@ -50,7 +50,7 @@ def test_the_kernels_compile_where_there_is_a_compiler() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 11, 12, 13, 24, 61])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 24, 61])
 @pytest.mark.parametrize(("inputs", "features"), [(16, 1), (32, 33), (528, 48), (1536, 70), (1040, 17)])
 def test_products_are_those_of_float64_rounded_once(rows: int, inputs: int, features: int, bias: bool) -> None:
     linear, x = make(inputs, features, bias=bias), normal(rows, inputs)
@@ -345,21 +345,20 @@ def test_the_kernels_for_avx2_pass_too_where_there_is_avx512(pytestconfig: pytes
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", __file__, "-k", "not avx512"]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run(
-        tests, capture_output=True, text=True, env=environment, cwd=pytestconfig.rootpath, timeout=400
+        tests, capture_output=True, text=True, env=environment, cwd=pytestconfig.rootpath, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    assert run(ASK, ATEN_CPU_CAPABILITY="avx2").stdout.strip() == "False None"  # so nothing was skipped
 
 
+@needs_kernels
 def test_each_width_has_a_library_of_its_own(tmp_path: Path) -> None:
     """A cache folder that two machines share must not give one the other's."""
     ask = "; print(torch.backends.cpu.get_cpu_capability())"
     for capability in ("avx2", "default"):
         done = run("import torch; " + ASK + ask, DROPMATCH_CACHE=str(tmp_path), ATEN_CPU_CAPABILITY=capability)
-        if "no C++ compiler" in done.stdout or "they are for Linux" in done.stdout:
-            pytest.skip(done.stdout)
         assert done.stdout.splitlines() == (
-            ["False None", "AVX2"] if capability == "avx2" else ["True this CPU has no AVX2", "DEFAULT"]
+            ["False None", "AVX2"] if capability == "avx2" else ["True torch uses no AVX2 here", "DEFAULT"]
         )
     if loader.has_avx512():
         assert run(ASK, DROPMATCH_CACHE=str(tmp_path)).stdout.strip() == "False None"

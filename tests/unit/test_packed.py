@@ -12,7 +12,8 @@ from dropmatch.hf.model import HFModel
 from dropmatch.hf.packed import PackedLinear, can_pack, pack_linears
 
 needs_packing = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU"
+    not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="oneDNN has no bfloat16 on this CPU",
 )
 ROUNDING = 0.01  # relative: bfloat16 sums in another order
 
@@ -29,6 +30,7 @@ def test_a_packed_layer_gives_the_product_of_the_original(bias: bool, shape: tup
     assert (got - expected).norm() <= ROUNDING * expected.norm()
 
 
+@pytest.mark.skipif(not torch._C._has_mkldnn, reason="needs a torch with oneDNN")
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_only_bfloat16_layers_on_a_cpu_that_has_it_are_packed(
     monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool

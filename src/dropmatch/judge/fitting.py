@@ -49,22 +49,25 @@ def fit_judge(
     says of the validation labels. refit: fit the chosen strength to all labels afterwards; the thresholds stay.
 
     folds: 2 or more deal the prompts into so many parts instead, each kept apart once: area and thresholds come from
-    what heads of the other parts say of every label, and the head is fitted to all. Better where prompts are few.
+    what heads of the other parts say of every label, and the head is fitted to all. Better where prompts are few. The
+    area counts pairs of labels of one part: across parts, heads of other base rates would be compared, which puts a
+    head that knows nothing below 0.5.
     Raises ConfigError where one side of the split lacks one of the two kinds of labels.
     """
     require_scikit_learn()
-    from sklearn.metrics import roc_auc_score
-
     x, y = np.asarray(features, np.float64), np.asarray(is_important, bool)
     parts = [split_prompts(prompts, validation, seed)] if folds < 2 else deal_prompts(prompts, folds, seed)
     splits = [np.array([prompt in part for prompt in prompts]) for part in parts]
     is_held = np.logical_or.reduce(splits)
+    remedy = "keep more of them apart with --validation" if folds < 2 else "take other --folds"
     for side, chosen in [*(("training", ~held) for held in splits), ("validation", is_held)]:
-        if not 0 < y[chosen].sum() < chosen.sum():
+        if not _has_both(y[chosen]):
             raise ConfigError(
                 f"Of the {int(chosen.sum())} {side} labels {int(y[chosen].sum())} are important; a judge needs both "
-                "kinds on either side. Mine more prompts, or keep more of them apart with --validation."
+                f"kinds on either side. Mine more prompts, or {remedy}."
             )
+    if not any(_has_both(y[held]) for held in splits):
+        raise ConfigError(f"In none of {folds} folds are there labels of both kinds. Mine more prompts, or {remedy}.")
     tried = []
     best: tuple[float, float, JudgeHead, NDArray[np.float64]] | None = None
     for C in grid:
@@ -73,7 +76,7 @@ def fit_judge(
             head, this_converged = _fit(x[~held], y[~held], C, kind, draft_size, name)
             p[held] = head.probability(torch.as_tensor(x[held])).numpy()
             converged &= this_converged
-        auc = float(roc_auc_score(y[is_held], p[is_held]))
+        auc = _area(p, y, splits)
         tried.append({"C": C, "auc": auc, "converged": converged})
         if best is None or auc > best[0]:
             best = (auc, C, head, p[is_held])
@@ -104,6 +107,20 @@ def fit_judge(
         name=name,
     )
     return made, report
+
+
+def _has_both(y: NDArray[np.bool_]) -> bool:
+    return bool(0 < y.sum() < len(y))
+
+
+def _area(p: NDArray[np.float64], y: NDArray[np.bool_], splits: Sequence[NDArray[np.bool_]]) -> float:
+    """Area under the ROC curve over all pairs of labels that one head judged. splits: [M] bool, which head judged."""
+    from sklearn.metrics import roc_auc_score
+
+    areas = [
+        (roc_auc_score(y[held], p[held]), y[held].sum() * (~y[held]).sum()) for held in splits if _has_both(y[held])
+    ]
+    return float(sum(area * pairs for area, pairs in areas) / sum(pairs for _, pairs in areas))
 
 
 def deal_prompts(prompts: Sequence[str], folds: int, seed: int) -> list[frozenset[str]]:

@@ -58,8 +58,8 @@ class MiningSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
     """How a head is fitted: see `fit_judge`. features: "DD-DT" or "DT". right_only: learn only from prompts that the
-    target itself answers rightly. Whether a wrong answer changes says little: on GSM8K with a 1.5B target, half of the
-    mismatches change a wrong one, and a fifth a right one (ours, not Auto-Judge's)."""
+    target itself answers rightly, and to the end; a wrong answer often changes with any word (ours, not Auto-Judge's).
+    """
 
     features: str = "DD-DT"
     validation: float = 0.1
@@ -81,7 +81,7 @@ class FitSettings:
 
 class TaskGrader:
     """Compares answers as their tasks are graded: final numbers, option letters, or whether the tests pass. Both
-    answers are the model's; ground truth plays no part, but for the tests of code. Equal texts are graded once."""
+    answers are the model's; `same` knows no ground truth, but for the tests of code. Equal texts are graded once."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = {item.id: item for item in items}
@@ -121,6 +121,8 @@ def train_judge(
     labels: file of the mined labels. described: the models' names. Raises ConfigError, DataError.
     """
     require_scikit_learn()
+    if fit.folds > len(items):
+        raise ConfigError(f"{len(items)} prompts cannot be dealt into {fit.folds} folds. Give fewer, or more prompts.")
     provenance = collect(device=str(decoder.target.device))
     mined = mine_labels(decoder, items, labels, settings=mining, described=described, data=data, restart=restart)
     learned_from = answered_rightly(decoder, items, mined) if fit.right_only else mined
@@ -162,10 +164,12 @@ def train_judge(
 
 
 def answered_rightly(decoder: Decoder, items: Sequence[Item], mined: Sequence[Mined]) -> list[Mined]:
-    """Those of which the target's own answer is right by the ground truth. Raises ConfigError if it is none."""
+    """Those of which the target's own answer has ended, and is right by the ground truth. Raises ConfigError if it is
+    none."""
     texts = [str(decoder.tokenizer.decode(one.reference, skip_special_tokens=True)) for one in mined]
     scores = TaskGrader(items).grade([(one.prompt.key, text) for one, text in zip(mined, texts, strict=True)])
-    right = [one for one, score in zip(mined, scores, strict=True) if score.correct]
+    ended = [len(one.reference) < one.prompt.max_new_tokens for one in mined]
+    right = [one for one, score, has_ended in zip(mined, scores, ended, strict=True) if score.correct and has_ended]
     if not right:
         raise ConfigError(
             f"The target answered none of {len(mined)} prompts rightly. Mine more, or leave --right-only."

@@ -77,7 +77,7 @@ def _check_machine() -> None:
     if sys.platform != "linux" or platform.machine() not in {"x86_64", "AMD64"}:
         raise NativeUnavailableError("they are for Linux on x86-64")
     if not has_avx512() and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        raise NativeUnavailableError("this CPU has no AVX2")
+        raise NativeUnavailableError("torch uses no AVX2 here")
 
 
 def has_avx512() -> bool:
