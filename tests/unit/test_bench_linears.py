@@ -10,7 +10,8 @@ import torch
 
 import tiny
 from commands import Command, runner
-from dropmatch.bench.linears import NATIVE, PACKED, TORCH, over_base
+from dropmatch.bench.figures import over_base
+from dropmatch.bench.linears import NATIVE, PACKED, TORCH
 from dropmatch.bench.tables import table
 from dropmatch.hf.native import why_unavailable
 from tabled import column, tables

@@ -27,3 +27,9 @@ def spread_of(ratios: Sequence[float]) -> dict[str, float]:
 def spread(ratio: Mapping[str, float] | None) -> str:
     """A ratio of speeds: median, minimum and maximum over prompts."""
     return "" if ratio is None else "{median:.2f}x ({min:.2f}-{max:.2f})".format(**ratio)
+
+
+def over_base(way: Mapping[str, Any]) -> dict[str, float]:
+    """How many times as fast a way to multiply is as the one that all are compared with in its file."""
+    ratio: dict[str, float] = way["over_packed"] if "over_packed" in way else way["over_torch"]
+    return ratio

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dropmatch.bench.bandwidth import read_bandwidth
-from dropmatch.bench.figures import spread, spread_of
+from dropmatch.bench.figures import over_base, spread, spread_of
 from dropmatch.bench.progress import ProgressMeter
 from dropmatch.bench.results import write_result
 from dropmatch.bench.side_by_side import rotated
@@ -118,12 +118,6 @@ def _seconds(way: Sequence[Callable[[Tensor], Tensor]], inputs: dict[int, Tensor
     for layer in way:
         layer(inputs[layer.in_features])  # type: ignore[attr-defined]  # linear layers of any kind have it
     return time.perf_counter() - started
-
-
-def over_base(way: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast a way is as the one that all are compared with in its file."""
-    ratio: dict[str, float] = way["over_packed"] if "over_packed" in way else way["over_torch"]
-    return ratio
 
 
 def print_linears(result: dict[str, Any]) -> None:

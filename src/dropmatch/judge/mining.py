@@ -63,6 +63,11 @@ class Mined:
     generated: int = 0
     rollouts: int = 0
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the target's own answer took all the tokens that it was allowed."""
+        return len(self.reference) >= self.prompt.max_new_tokens
+
 
 class Grader(Protocol):
     """Says what answers come to, and whether two of them come to the same."""

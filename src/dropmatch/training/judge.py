@@ -155,7 +155,7 @@ def train_judge(
             "rollouts": sum(one.rollouts for one in mined),
             "generated": sum(one.generated for one in mined),
             "answer_tokens": sum(len(one.reference) for one in mined),
-            "answers_cut_off": sum(len(one.reference) >= one.prompt.max_new_tokens for one in mined),
+            "answers_cut_off": sum(one.is_cut_off for one in mined),
         },
         "provenance": provenance,
     }
@@ -168,8 +168,7 @@ def answered_rightly(decoder: Decoder, items: Sequence[Item], mined: Sequence[Mi
     none."""
     texts = [str(decoder.tokenizer.decode(one.reference, skip_special_tokens=True)) for one in mined]
     scores = TaskGrader(items).grade([(one.prompt.key, text) for one, text in zip(mined, texts, strict=True)])
-    ended = [len(one.reference) < one.prompt.max_new_tokens for one in mined]
-    right = [one for one, score, has_ended in zip(mined, scores, ended, strict=True) if score.correct and has_ended]
+    right = [one for one, score in zip(mined, scores, strict=True) if score.correct and not one.is_cut_off]
     if not right:
         raise ConfigError(
             f"The target answered none of {len(mined)} prompts rightly. Mine more, or leave --right-only."

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dropmatch.bench.figures import number, spread
-from dropmatch.bench.linears import over_base
+from dropmatch.bench.figures import number, over_base, spread
 from dropmatch.bench.tables import published
 from dropmatch.bench.tables.markdown import Named, block, grid, machine, made_by, options, pair, percent
 
